@@ -1,0 +1,1 @@
+"""The `jaxpar` command: one file per sub-command."""

@@ -1,0 +1,68 @@
+"""Grouped-query attention, heads split over `tensor`."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float
+
+from jaxpar.nn import rotary
+from jaxpar.nn.linear import ColumnLinear, RowLinear
+from jaxpar.nn.norms import RMSNorm
+from jaxpar.nn.parallel import settings
+
+
+def document_mask(batch: dict) -> Bool[Array, "B 1 T T"] | None:
+    """True where a query may see a key: same document. None where rows hold one document.
+
+    The causal part is left to the attention kernel.
+    """
+    segments = batch.get("segment_ids")
+    if segments is None:
+        return None
+    return segments[:, None, :, None] == segments[:, None, None, :]
+
+
+def dense_attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    batch: dict,
+) -> Float[Array, "B T N H"]:
+    """Causal attention inside each document, on whole sequences; no communication.
+
+    Uses `batch["mask"]` (see `document_mask`) where it is there. XLA's kernel, or cuDNN's flash
+    attention where the settings say so.
+    """
+    return jax.nn.dot_product_attention(
+        q, k, v, mask=batch.get("mask"), is_causal=True,
+        implementation=settings(batch).attention_kernel,
+    )  # fmt: skip
+
+
+class Attention(nnx.Module):
+    """Multi-head attention with num_kv_heads <= num_heads key and value heads.
+
+    x[b, t, D] (whole sequence) -> [b, s, D]. Fewer kv heads than `tensor` are held in groups of
+    devices (`jaxpar.splits`). Rotary where the batch has `rope` tables; `qk_norm` normalises each
+    head's queries and keys (Dehghani et al., arXiv 2302.05442).
+    """
+
+    def __init__(self, config, *, key: jax.Array, std: float, out_std: float, bias: bool = False,
+                 out_bias: bool = False):  # fmt: skip
+        kq, kk, kv, ko = jax.random.split(key, 4)
+        d, n, k, h = config.embed_dim, config.num_heads, config.num_kv_heads, config.head_dim
+        self.query = ColumnLinear(d, (n, h), ("heads", "head_dim"), key=kq, std=std, bias=bias)
+        self.key = ColumnLinear(d, (k, h), ("kv_heads", "head_dim"), key=kk, std=std, bias=bias)
+        self.value = ColumnLinear(d, (k, h), ("kv_heads", "head_dim"), key=kv, std=std, bias=bias)
+        self.out = RowLinear((n, h), ("heads", "head_dim"), d, key=ko, std=out_std, bias=out_bias)
+        norm = config.qk_norm
+        self.query_norm = RMSNorm(h, dim="head_dim", epsilon=config.norm_eps) if norm else None
+        self.key_norm = RMSNorm(h, dim="head_dim", epsilon=config.norm_eps) if norm else None
+
+    def __call__(self, x: Float[Array, "B T D"], batch: dict) -> Float[Array, "B S D"]:
+        q, k, v = self.query(x), self.key(x), self.value(x)
+        if self.query_norm is not None:
+            q, k = self.query_norm(q), self.key_norm(k)
+        if "rope" in batch:
+            q, k = rotary.rotate(q, *batch["rope"]), rotary.rotate(k, *batch["rope"])
+        return self.out(dense_attention(q, k, v, batch), batch)

@@ -1,0 +1,48 @@
+"""Linear layers split over `tensor`: the column kind splits outputs, the row kind inputs."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jaxpar.nn.parallel import sum_partial
+from jaxpar.nn.params import normal, param
+
+
+class ColumnLinear(nnx.Module):
+    """y[b, t, *out] = x[b, t, D] . w[D, *out] + bias[*out], with `out` split over tensor.
+
+    `out_dims` names the output dims, such as ("heads", "head_dim") or ("ffn",). No communication:
+    x holds the whole sequence and the whole embed dim.
+    """
+
+    def __init__(self, embed_dim: int, out: Sequence[int], out_dims: Sequence[str], *,
+                 key: jax.Array, std: float, bias: bool = False):  # fmt: skip
+        self.weight = param(normal(key, (embed_dim, *out), std), ("embed", *out_dims))
+        self.bias = param(jnp.zeros(out), out_dims, decay=False) if bias else None
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T ..."]:
+        # x[b, t, D] . w[D, out_tensor] -> y[b, t, out_tensor]; no communication
+        y = jnp.tensordot(x, self.weight[...], axes=1)
+        return y if self.bias is None else y + self.bias[...]
+
+
+class RowLinear(nnx.Module):
+    """y[b, s, D] = x[b, t, *in] . w[*in, D] + bias[D], with `in` split over tensor.
+
+    The partial sums are added over tensor by a reduce-scatter along the sequence (sequence
+    parallelism) or an all-reduce; the bias is added once, after the sum.
+    """
+
+    def __init__(self, inputs: Sequence[int], in_dims: Sequence[str], embed_dim: int, *,
+                 key: jax.Array, std: float, bias: bool = False):  # fmt: skip
+        self.weight = param(normal(key, (*inputs, embed_dim), std), (*in_dims, "embed"))
+        self.bias = param(jnp.zeros((embed_dim,)), ("embed",), decay=False) if bias else None
+
+    def __call__(self, x: Float[Array, "B T ..."], batch: dict) -> Float[Array, "B S D"]:
+        # x[b, t, in_tensor] . w[in_tensor, D] -> partial [b, t, D]; summed over tensor
+        weight = self.weight[...]
+        y = sum_partial(jnp.tensordot(x, weight, axes=weight.ndim - 1), batch)
+        return y if self.bias is None else y + self.bias[...]

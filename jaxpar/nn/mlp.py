@@ -1,0 +1,34 @@
+"""Feed-forward layers, the hidden dim split over `tensor`."""
+
+import jax
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jaxpar.nn.linear import ColumnLinear, RowLinear
+
+
+class SwiGLU(nnx.Module):
+    """down(silu(gate(x)) * up(x)) (Shazeer, arXiv 2002.05202). x[b, t, D] -> [b, s, D]."""
+
+    def __init__(self, embed_dim: int, ffn_dim: int, *, key: jax.Array, std: float,
+                 out_std: float):  # fmt: skip
+        kg, ku, kd = jax.random.split(key, 3)
+        self.gate = ColumnLinear(embed_dim, (ffn_dim,), ("ffn",), key=kg, std=std)
+        self.up = ColumnLinear(embed_dim, (ffn_dim,), ("ffn",), key=ku, std=std)
+        self.down = RowLinear((ffn_dim,), ("ffn",), embed_dim, key=kd, std=out_std)
+
+    def __call__(self, x: Float[Array, "B T D"], batch: dict) -> Float[Array, "B S D"]:
+        return self.down(jax.nn.silu(self.gate(x)) * self.up(x), batch)
+
+
+class GeluMLP(nnx.Module):
+    """down(gelu(up(x))) with biases and the tanh form of GELU. x[b, t, D] -> [b, s, D]."""
+
+    def __init__(self, embed_dim: int, ffn_dim: int, *, key: jax.Array, std: float,
+                 out_std: float):  # fmt: skip
+        ku, kd = jax.random.split(key)
+        self.up = ColumnLinear(embed_dim, (ffn_dim,), ("ffn",), key=ku, std=std, bias=True)
+        self.down = RowLinear((ffn_dim,), ("ffn",), embed_dim, key=kd, std=out_std, bias=True)
+
+    def __call__(self, x: Float[Array, "B T D"], batch: dict) -> Float[Array, "B S D"]:
+        return self.down(jax.nn.gelu(self.up(x), approximate=True), batch)

@@ -1,0 +1,37 @@
+"""Norms over the embed (or head) dim, computed in fp32 whatever the compute type."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jaxpar.nn.params import param
+
+
+class RMSNorm(nnx.Module):
+    """x / rms(x) * scale over the last dim (Zhang and Sennrich, arXiv 1910.07467, eq. 4)."""
+
+    def __init__(self, size: int, *, dim: str = "embed", epsilon: float = 1e-5):
+        self.scale = param(jnp.ones((size,)), (dim,), decay=False)
+        self.epsilon = epsilon
+
+    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        h = x.astype(jnp.float32)
+        h = h * jax.lax.rsqrt(jnp.mean(h * h, axis=-1, keepdims=True) + self.epsilon)
+        return (h * self.scale[...].astype(jnp.float32)).astype(x.dtype)
+
+
+class LayerNorm(nnx.Module):
+    """(x - mean) / std * scale + bias over the last dim (Ba et al., arXiv 1607.06450)."""
+
+    def __init__(self, size: int, *, dim: str = "embed", epsilon: float = 1e-5):
+        self.scale = param(jnp.ones((size,)), (dim,), decay=False)
+        self.bias = param(jnp.zeros((size,)), (dim,), decay=False)
+        self.epsilon = epsilon
+
+    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        h = x.astype(jnp.float32)
+        h = h - jnp.mean(h, axis=-1, keepdims=True)
+        h = h * jax.lax.rsqrt(jnp.mean(h * h, axis=-1, keepdims=True) + self.epsilon)
+        h = h * self.scale[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)
+        return h.astype(x.dtype)

@@ -1,0 +1,99 @@
+"""What a layer needs to know of the mesh, and the few collectives layers are built from.
+
+A layer uses a mesh axis only where it exists: outside `shard_map` every function here is the
+identity, so the same module runs on one device. Shapes inside the manual region are in lower
+case: b rows, t tokens of the whole sequence, s tokens of this device's share of it.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxpar import _jax_compat
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What the layout decides about the inside of layers; travels in a batch as `settings`.
+
+    `sequence_parallel`: activations between blocks are split along the sequence over `tensor`.
+    `vocab_axes`: axes the vocabulary is split over. `attention_kernel`: xla or cudnn.
+    """
+
+    sequence_parallel: bool = False
+    vocab_axes: tuple[str, ...] = ()
+    attention_kernel: str = "xla"
+    block_names: tuple[str, ...] = ()
+
+
+def settings(batch: dict) -> Settings:
+    """The settings a batch carries; the defaults of one device where it carries none."""
+    return batch.get("settings", Settings())
+
+
+def axis_size(axis: str) -> int:
+    """Number of devices along a mesh axis; 1 where the axis does not exist."""
+    try:
+        return lax.axis_size(axis)
+    except NameError:
+        return 1
+
+
+def axis_index(axes: tuple[str, ...]) -> jax.Array | int:
+    """This device's place along several axes taken as one, the first outermost."""
+    axes = tuple(a for a in axes if axis_size(a) > 1)
+    return lax.axis_index(axes) if axes else 0
+
+
+def vary(x: jax.Array, axes) -> jax.Array:
+    """Types `x` as different on every device of `axes`; its gradient is then summed over them."""
+    missing = tuple(a for a in axes if axis_size(a) > 1 and a not in _jax_compat.varying_axes(x))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def vary_like(x: jax.Array, other: jax.Array) -> jax.Array:
+    """Types `x` as different on the axes over which `other` is."""
+    return vary(x, sorted(_jax_compat.varying_axes(other)))
+
+
+def total(x: jax.Array) -> jax.Array:
+    """Sum of `x` over all axes on which devices hold different values."""
+    axes = tuple(sorted(_jax_compat.varying_axes(x)))
+    return lax.psum(x, axes) if axes else x
+
+
+def gather_sequence(x: jax.Array, batch: dict) -> jax.Array:
+    """x[b, s_tensor, D] -> x[b, t, D]: all-gather over tensor, t * D elements a row."""
+    if not settings(batch).sequence_parallel:
+        return x
+    return lax.all_gather(x, "tensor", axis=1, tiled=True)
+
+
+def sum_partial(x: jax.Array, batch: dict) -> jax.Array:
+    """Adds the partial sums of a row-split product over tensor.
+
+    x[b, t, D] -> x[b, s_tensor, D] by reduce-scatter with sequence parallelism, else -> x[b, t, D]
+    by all-reduce.
+    """
+    if axis_size("tensor") == 1:
+        return x
+    if settings(batch).sequence_parallel:
+        return lax.psum_scatter(x, "tensor", scatter_dimension=1, tiled=True)
+    return lax.psum(x, "tensor")
+
+
+def local_sequence(x: jax.Array, batch: dict) -> jax.Array:
+    """x[b, t, ...] -> x[b, s, ...]: this device's share of the sequence; no communication."""
+    if not settings(batch).sequence_parallel:
+        return x
+    length = x.shape[1] // axis_size("tensor")
+    return lax.dynamic_slice_in_dim(x, axis_index(("tensor",)) * length, length, axis=1)
+
+
+def local_columns(batch: dict, length: int) -> jax.Array:
+    """Place in the row, int32 [length], of each token this device holds between blocks."""
+    start = axis_index(("tensor",)) * length if settings(batch).sequence_parallel else 0
+    return start + jnp.arange(length, dtype=jnp.int32)

@@ -1,0 +1,218 @@
+"""Layout + model -> Plan: where every array lives, and the functions that run it.
+
+`make_plan` traces the user's `init` and allocates nothing. The plan's functions are pure and
+take and return global arrays, so any optax transformation around them is right without knowing
+about the mesh.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+
+from jaxpar.layout import BATCH_AXES, Layout
+from jaxpar.mesh import make_mesh
+from jaxpar.region import Parts, Region, batch_spec, take_apart
+from jaxpar.splits import Split, split_state
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Where a model's state lives under a layout, and the functions that train it.
+
+    `shardings` has the structure of the state that `init` returns. `print(plan)` shows every
+    array's split and bytes per device, and what each axis sends in a step.
+    """
+
+    layout: Layout
+    mesh: Mesh
+    state: Any
+    shardings: Any
+    splits: tuple[Split, ...]
+    _init: Callable = dataclasses.field(repr=False)
+
+    def init(self, key: jax.Array):
+        """Makes the state, each device its own pieces; equal numbers under every layout."""
+        return jax.jit(self._init, out_shardings=self.shardings)(key)
+
+    def canonical(self, state):
+        """The state as it goes to disk: layers in order, without padding; sharded as `shardings`."""
+        return state
+
+    def stored(self, canonical):
+        """The reverse of `canonical`: the state as it lives on the mesh."""
+        return canonical
+
+    @property
+    def batch_sharding(self) -> NamedSharding:
+        """How a batch's arrays [B, T] are laid out."""
+        return NamedSharding(self.mesh, batch_spec(self.layout))
+
+    def value_and_grad(self, loss: Callable) -> Callable:
+        """Like `jax.value_and_grad`, in parallel: (model, batch, key=None) -> (loss, gradients).
+
+        `loss(model, x, batch) -> (sum, count)` sees one device's rows of one microbatch; the
+        result is the sum over everything divided by the global count, 0 where that is 0. With
+        `count` None the loss is the plain sum. `key`, one per step, switches dropout on. Raises
+        ValueError for a batch that does not fit the layout.
+        """
+
+        def function(model, batch, key=None):
+            value, _, gradients = self._gradients(loss, model, batch, key)
+            return value, gradients
+
+        return function
+
+    def loss(self, loss: Callable) -> Callable:
+        """(model, batch) -> (sum, count) of a loss over the global batch, without dropout."""
+
+        def function(model, batch):
+            check_batch(self.layout, batch)
+            parts = take_apart(model, self.layout)
+            return self._region(loss, parts).value(jax.tree.leaves(model), dict(batch))
+
+        return function
+
+    def train_step(self, tx: optax.GradientTransformation, loss: Callable | None = None, *,
+                   clip_norm: float | None = None, skip_nonfinite: bool = False) -> Callable:  # fmt: skip
+        """A jitted step (state, batch, key=None) -> (state, metrics), the state donated.
+
+        `state` is (model, optimizer state). `loss` is the model's own where None. Metrics: loss,
+        tokens (the global count), grad_norm (before clipping), grad_norm_clipped (after), skipped.
+        `clip_norm` clips by the global norm before `tx`. With `skip_nonfinite` a step whose loss
+        or gradient norm is not finite leaves the state as it was, on every device.
+        """
+
+        @functools.partial(jax.jit, donate_argnums=0, out_shardings=(self.shardings, None))
+        def step(state, batch, key=None):
+            model, opt_state = state
+            value, count, gradients = self._gradients(loss or _own_loss, model, batch, key)
+            norm = optax.global_norm(gradients)
+            clipped = norm
+            if clip_norm is not None:
+                gradients, _ = optax.clip_by_global_norm(clip_norm).update(gradients, ())
+                clipped = optax.global_norm(gradients)
+            updates, new_opt_state = tx.update(gradients, opt_state, model)
+            new_state = (optax.apply_updates(model, updates), new_opt_state)
+            bad = ~(jnp.isfinite(value) & jnp.isfinite(norm))
+            if skip_nonfinite:
+                new_state = jax.tree.map(lambda a, b: jnp.where(bad, a, b), state, new_state)
+            metrics = {"loss": value, "tokens": count, "grad_norm": norm,
+                       "grad_norm_clipped": clipped, "skipped": bad & skip_nonfinite,
+                       "nonfinite": bad}  # fmt: skip
+            return new_state, metrics
+
+        return step
+
+    def _gradients(self, loss, model, batch, key):
+        check_batch(self.layout, batch)
+        leaves, tree = jax.tree.flatten(model)
+        parts = take_apart(model, self.layout)
+        value, count, gradients = self._region(loss, parts).value_and_grad(leaves, dict(batch), key)
+        return value, count, tree.unflatten(gradients)
+
+    def _region(self, loss, parts: Parts) -> Region:
+        on_gpu = self.mesh.devices.flat[0].platform in ("gpu", "cuda")
+        kernel = "cudnn" if on_gpu and self.layout.precision == "bf16" else "xla"
+        return Region(self.layout, self.mesh, parts, loss, kernel)
+
+    def __str__(self) -> str:
+        from jaxpar.report import plan_text
+
+        return plan_text(self)
+
+
+def _own_loss(model, x, batch):
+    return model.loss(x, batch)
+
+
+def make_plan(
+    layout: Layout, init: Callable, *, devices: Sequence | None = None, mesh: Mesh | None = None
+) -> Plan:
+    """Plans the state that `init(key)` returns: any pytree that holds one model.
+
+    Raises ValueError where the layout does not fit the devices or the model, before anything
+    compiles.
+    """
+    mesh = make_mesh(layout, devices) if mesh is None else mesh
+    layout = layout.fill(mesh.size)
+    check_supported(layout)
+    state = jax.eval_shape(init, jax.random.key(0))
+    parts = take_apart(_find_model(state), layout)
+    splits = split_state(state, parts.splits, layout)
+    tree = jax.tree.structure(state)
+    shardings = tree.unflatten([NamedSharding(mesh, s.spec) for s in splits])
+    return Plan(layout, mesh, state, shardings, tuple(splits), init)
+
+
+def check_supported(layout: Layout) -> None:
+    """Refuses the settings that this version does not run yet."""
+    for axis in ("pipe", "context", "expert"):
+        if layout.axis_sizes[axis] > 1:
+            raise ValueError(f"{axis}={layout.axis_sizes[axis]} does not run in this version; use "
+                             "replica, data and tensor")  # fmt: skip
+    if layout.remat == "stage":
+        raise ValueError("remat='stage' needs pipe > 1; use remat='block'")
+    if layout.chunks > 1:
+        raise ValueError(f"chunks={layout.chunks} needs pipe > 1; use chunks=1")
+
+
+def _find_model(state):
+    """The first module of `state` that has layers; optimizers hold copies shaped like it."""
+    modules = jax.tree.leaves(state, is_leaf=lambda v: isinstance(v, nnx.Module))
+    for module in modules:
+        if isinstance(module, nnx.Module) and hasattr(module, "layers"):
+            return module
+    raise ValueError("init(key) returned no model with `layers`; return it alone or in a tuple "
+                     "with the optimizer state")  # fmt: skip
+
+
+def check_batch(layout: Layout, batch: dict) -> None:
+    """Refuses a batch that the layout cannot split, naming the nearest that it can."""
+    for name in ("tokens", "targets", "weights"):
+        if name not in batch:
+            raise ValueError(f"the batch has no {name!r}; it needs tokens, targets and weights, "
+                             f"found {', '.join(batch)}")  # fmt: skip
+    shapes = {name: tuple(a.shape) for name, a in batch.items()}
+    if len(set(shapes.values())) > 1 or len(shapes["tokens"]) != 2:
+        raise ValueError(f"the arrays of a batch must all be [B, T], found {shapes}")
+    rows, length = shapes["tokens"]
+    check_rows(layout, rows)
+    if layout.sequence_parallel and length % layout.tensor:
+        near = _near(length, layout.tensor)
+        raise ValueError(
+            f"seq_len {length} is not a multiple of tensor={layout.tensor}, over which sequence "
+            f"parallelism splits it; use {near}, or sequence_parallel=false"
+        )
+
+
+def check_rows(layout: Layout, rows: int) -> None:
+    """Refuses a global batch that batch axes and microbatches do not divide."""
+    ways = {a: n for a, n in layout.axis_sizes.items() if a in BATCH_AXES and n > 1}
+    product = layout.size(BATCH_AXES)
+    if rows % product:
+        words = " x ".join(f"{a} {n}" for a, n in ways.items())
+        many = f" = {product}" if len(ways) > 1 else ""
+        hint = "use context or tensor for one long sequence" if rows < product else (
+            f"use {_near(rows, product)}")  # fmt: skip
+        raise ValueError(f"global_batch {rows} is not a multiple of {words}{many}; {hint}")
+    if rows % (product * layout.microbatches):
+        local = rows // product
+        fits = [m for m in range(1, local + 1) if local % m == 0]
+        raise ValueError(
+            f"global_batch {rows} gives {local} rows to each of {product} device groups, which "
+            f"microbatches={layout.microbatches} does not divide; use microbatches="
+            f"{min(fits, key=lambda m: abs(m - layout.microbatches))} or a global_batch of "
+            f"{_near(rows, product * layout.microbatches)}"
+        )
+
+
+def _near(n: int, step: int) -> str:
+    low, high = n // step * step, -(-n // step) * step
+    return f"{low} or {high}" if low else str(high)

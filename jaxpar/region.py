@@ -1,0 +1,287 @@
+"""The manual region: loss and gradients of a model under a layout, in one `shard_map`.
+
+Every device takes its rows through the model microbatch by microbatch, forward and backward
+written out. Gradients are each device's own until `splits.give_back` reduces them, once a step
+(ZeRO 0 and 1), once a microbatch (ZeRO 2) or once a block (ZeRO 3).
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxpar import _jax_compat, dims
+from jaxpar.layout import BATCH_AXES, Layout
+from jaxpar.nn.parallel import Settings, axis_index, total, vary, vary_like
+from jaxpar.pipeline import stage
+from jaxpar.splits import Split, fetch, give_back, split_param, used_shape
+
+COMPUTE = {"bf16": jnp.bfloat16, "fp32": jnp.float32}
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """A model taken apart: its leaves' splits, and how to put it together again.
+
+    `is_layer[i]`: leaf i belongs to the stack of layers; the others are called outer.
+    """
+
+    splits: tuple[Split, ...]
+    is_layer: tuple[bool, ...]
+    tree: jax.tree_util.PyTreeDef
+    layer_tree: jax.tree_util.PyTreeDef
+
+    def outer(self, leaves: list) -> list:
+        return [x for x, inside in zip(leaves, self.is_layer, strict=True) if not inside]
+
+    def layers(self, leaves: list) -> list:
+        return [x for x, inside in zip(leaves, self.is_layer, strict=True) if inside]
+
+    def join(self, outer: list, layers: list) -> list:
+        a, b = iter(outer), iter(layers)
+        return [next(b) if inside else next(a) for inside in self.is_layer]
+
+    def model(self, outer: list):
+        """The model with its outer leaves; layers hold nothing, blocks get theirs by argument."""
+        return self.tree.unflatten(self.join(outer, [None] * sum(self.is_layer)))
+
+
+def take_apart(model, layout: Layout) -> Parts:
+    """Reads the dims of every parameter of `model` and decides its split.
+
+    Raises ValueError for a model without `layers`, `embed` and `block`, for a leaf that is no
+    floating-point array, and for what `splits.split_param` refuses.
+    """
+    for name in ("layers", "embed", "block"):
+        if not hasattr(model, name):
+            raise ValueError(f"{type(model).__name__} has no `{name}`; a model needs `embed(batch)`, "
+                             "a stack `layers` and `block(layer, x, batch)`")  # fmt: skip
+    is_variable = lambda v: isinstance(v, nnx.Variable)  # noqa: E731
+    flat, _ = jax.tree_util.tree_flatten_with_path(model, is_leaf=is_variable)
+    splits, is_layer = [], []
+    for keys, leaf in flat:
+        path = jax.tree_util.keystr(keys, simple=True, separator=".")
+        value = leaf.get_value() if is_variable(leaf) else leaf
+        if not jnp.issubdtype(value.dtype, jnp.floating):
+            raise ValueError(f"{path} has type {value.dtype}; every leaf of a model is a parameter "
+                             "and must be a floating-point array")  # fmt: skip
+        inside = path.startswith("layers.")
+        names = leaf.get_metadata().get("dims") if is_variable(leaf) else None
+        names = names or (("layers",) if inside else ()) + (None,) * (value.ndim - inside)
+        splits.append(split_param(path, value.shape, value.dtype, names, layout))
+        is_layer.append(inside)
+    return Parts(tuple(splits), tuple(is_layer), jax.tree.structure(model),
+                 jax.tree.structure(model.layers))  # fmt: skip
+
+
+def batch_spec(layout: Layout) -> PartitionSpec:
+    """Rows over (replica, data, expert), sequence over context."""
+    rows, seq = layout.present(BATCH_AXES), layout.present(("context",))
+    return PartitionSpec(rows or None, seq[0] if seq else None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Region:
+    """One loss function on one kind of model, ready to run inside `shard_map`."""
+
+    layout: Layout
+    mesh: Mesh
+    parts: Parts
+    loss: Callable
+    attention_kernel: str = "xla"
+
+    # ---- outside the manual region: global arrays in, global arrays out
+
+    def value_and_grad(self, leaves: list, batch: dict, key=None):
+        """(loss, count, gradients of all leaves); everything a global array."""
+        specs = [s.spec for s in self.parts.splits]
+        out = (PartitionSpec(), PartitionSpec(), specs)
+        return self._run(self._gradients, out, leaves, batch, key)
+
+    def value(self, leaves: list, batch: dict):
+        """(sum, count) of the loss over the global batch; no dropout, nothing kept."""
+        return self._run(self._loss_sum, (PartitionSpec(), PartitionSpec()), leaves, batch, None)
+
+    def _run(self, function, out_specs, leaves, batch, key):
+        specs = [s.spec for s in self.parts.splits]
+        batch_specs = {name: batch_spec(self.layout) for name in batch}
+        mapped = jax.shard_map(function, mesh=self.mesh, check_vma=True, out_specs=out_specs,
+                               in_specs=(specs, batch_specs, PartitionSpec()))  # fmt: skip
+        return mapped(leaves, batch, key)
+
+    # ---- inside: this device's pieces
+
+    def _gradients(self, stored: list, batch: dict, key):
+        zero, parts = self.layout.zero, self.parts
+        stored = [x.astype(COMPUTE[self.layout.precision]) for x in stored]
+        outer, layers = self._once(stored)
+        microbatches = self._microbatches(batch)
+        count, scale = self._count(batch)
+        sums = [stage.zeros_for(self._used(parts.outer, outer, zero >= 2)),
+                stage.zeros_for(self._used(parts.layers, layers, zero >= 2))]  # fmt: skip
+
+        def body(sums, rows):
+            loss_sum, outer_sums, layer_sums = self._one(outer, layers, sums[1], rows, key, scale)
+            outer_sums = [s + g for s, g in zip(sums[0], outer_sums, strict=True)]
+            return [outer_sums, layer_sums], loss_sum
+
+        if self.layout.microbatches == 1:
+            sums, loss_sum = body(sums, jax.tree.map(lambda a: a[0], microbatches))
+        else:
+            sums, losses = lax.scan(body, sums, microbatches)
+            loss_sum = losses.sum()
+        gradients = parts.join(*sums)
+        if zero < 2:
+            gradients = [give_back(g, s, self.layout)
+                         for g, s in zip(gradients, parts.splits, strict=True)]  # fmt: skip
+        return total(loss_sum) * scale, count, gradients
+
+    def _one(self, outer, layers, layer_sums, rows, key, scale):
+        """Forward and backward of one microbatch: (loss sum, outer gradients, layer sums)."""
+        parts = self.parts
+        batch = self._prepare(rows, key)
+        weights = self._outer(outer, rows)
+        x, embed_back = jax.vjp(lambda w: self._embed(w, batch), weights)
+        stack = self._stack()
+        x, kept = stage.forward(stack, layers, x, batch)
+        weights = self._outer(outer, x)
+        loss_sum, loss_back = jax.vjp(
+            lambda w, x: self.loss(parts.model(w), x, batch)[0].astype(jnp.float32), weights, x
+        )
+        from_loss, dx = loss_back(vary_like(scale, loss_sum))
+        dx, layer_sums = stage.backward(stack, layers, kept, dx, batch, layer_sums)
+        (from_embed,) = embed_back(dx)
+        gradients = [a.astype(jnp.float32) + b.astype(jnp.float32)
+                     for a, b in zip(from_loss, from_embed, strict=True)]  # fmt: skip
+        if self.layout.zero >= 2:
+            gradients = [give_back(g, s, self.layout)
+                         for g, s in zip(gradients, parts.outer(parts.splits), strict=True)]  # fmt: skip
+        return loss_sum, gradients, layer_sums
+
+    def _loss_sum(self, stored: list, batch: dict, key):
+        stored = [x.astype(COMPUTE[self.layout.precision]) for x in stored]
+        outer, layers = self._once(stored)
+
+        def body(_, rows):
+            batch = self._prepare(rows, None)
+            x = self._embed(self._outer(outer, rows), batch)
+            x = stage.apply(self._stack(), layers, x, batch)
+            loss_sum, count = self.loss(self.parts.model(self._outer(outer, x)), x, batch)
+            return None, (loss_sum, jnp.float32(1) if count is None else count)
+
+        _, (sums, counts) = lax.scan(body, None, self._microbatches(batch))
+        return total(sums.sum()), total(counts.sum())
+
+    def _once(self, stored: list):
+        """Outer and layer leaves, fetched where the layout fetches once a step."""
+        if self.layout.zero < 3:
+            stored = [fetch(x, s) for x, s in zip(stored, self.parts.splits, strict=True)]
+        return self.parts.outer(stored), self.parts.layers(stored)
+
+    def _outer(self, outer: list, after) -> list:
+        """The outer weights; with ZeRO 3 fetched here, once `after` is computed, and not kept."""
+        if self.layout.zero < 3:
+            return outer
+        outer = [lax.optimization_barrier((x, after))[0] for x in outer]
+        return [fetch(x, s)
+                for x, s in zip(outer, self.parts.outer(self.parts.splits), strict=True)]  # fmt: skip
+
+    def _used(self, part, arrays: list, stored: bool) -> list:
+        """Arrays with the shape and type that gradient sums have."""
+        if not stored or self.layout.zero == 3:
+            return arrays
+        splits = part(self.parts.splits)
+        return [give_back(a, s, self.layout) for a, s in zip(arrays, splits, strict=True)]
+
+    def _stack(self) -> stage.Stack:
+        splits, tree = self.parts.layers(self.parts.splits), self.parts.layer_tree
+        model = self.parts.model([None] * len(self.parts.outer(self.parts.splits)))
+
+        def fetch_layer(stored):
+            if self.layout.zero < 3:
+                return stored
+            return [fetch(x, s) for x, s in zip(stored, splits, strict=True)]
+
+        def give_back_layer(gradients):
+            if self.layout.zero < 2:
+                return gradients
+            return [give_back(g, s, self.layout) for g, s in zip(gradients, splits, strict=True)]
+
+        def block(weights, x, batch):
+            return model.block(tree.unflatten(weights), x, batch)
+
+        return stage.Stack(block, fetch_layer, give_back_layer, self.layout.remat)
+
+    def _embed(self, outer: list, batch: dict):
+        x = self.parts.model(outer).embed(batch)
+        split = (
+            BATCH_AXES + ("context",) + (("tensor",) if self._settings.sequence_parallel else ())
+        )
+        return vary(x, split)
+
+    @property
+    def _settings(self) -> Settings:
+        return Settings(
+            sequence_parallel=self.layout.sequence_parallel and self.layout.tensor > 1,
+            vocab_axes=self.layout.present(dims.RULES["vocab"]),
+            attention_kernel=self.attention_kernel,
+        )
+
+    def _microbatches(self, batch: dict) -> dict:
+        """batch[b, t] -> [m, b / m, t], with each row's number in the global batch."""
+        rows = next(iter(batch.values())).shape[0]
+        first = axis_index(self.layout.present(BATCH_AXES)) * rows
+        batch = {**batch, "rows": first + jnp.arange(rows, dtype=jnp.int32)}
+        m = self.layout.microbatches
+        return jax.tree.map(lambda a: a.reshape(m, a.shape[0] // m, *a.shape[1:]), batch)
+
+    def _prepare(self, rows: dict, key) -> dict:
+        """A microbatch as the model sees it."""
+        batch = {**rows, "settings": self._settings}
+        if "positions" not in batch:
+            length = batch["tokens"].shape[1]
+            batch["positions"] = jnp.broadcast_to(
+                jnp.arange(length, dtype=jnp.int32), batch["tokens"].shape
+            )
+        if key is not None:
+            batch["dropout_key"] = key
+        model = self.parts.model([None] * len(self.parts.outer(self.parts.splits)))
+        return model.prepare(batch) if hasattr(model, "prepare") else batch
+
+    def _count(self, batch: dict):
+        """The global count and 1 / count, before anything runs. 1 / 0 becomes 0.
+
+        Raises ValueError where the loss's count depends on the model, since it must be known
+        before the backward pass.
+        """
+        rows = next(iter(batch.values())).shape[0]
+        batch = self._prepare({**batch, "rows": jnp.arange(rows)}, None)
+        weights = [jnp.zeros(s.shape, s.dtype) for s in self._outer_shapes()]
+        x = jax.eval_shape(lambda w: self._embed(w, batch), weights)
+
+        def count(weights, x):
+            value = self.loss(self.parts.model(weights), x, batch)[1]
+            return jnp.float32(1) if value is None else jnp.asarray(value, jnp.float32)
+
+        x = self._embed_like(x)
+        jaxpr = jax.make_jaxpr(count)(weights, x)
+        if not all(_jax_compat.dead_inputs(jaxpr, [True])):
+            raise ValueError("the count that the loss returns depends on the model's output; "
+                             "it must depend on the batch alone, such as the sum of weights")  # fmt: skip
+        value = total(count(weights, x))
+        return value, jnp.where(value > 0, 1 / jnp.where(value > 0, value, 1), 0)
+
+    def _embed_like(self, x):
+        split = (
+            BATCH_AXES + ("context",) + (("tensor",) if self._settings.sequence_parallel else ())
+        )
+        return vary(jnp.zeros(x.shape, x.dtype), split)
+
+    def _outer_shapes(self):
+        compute = COMPUTE[self.layout.precision]
+        return [jax.ShapeDtypeStruct(used_shape(s, self.layout), compute)
+                for s in self.parts.outer(self.parts.splits)]  # fmt: skip
