@@ -93,11 +93,11 @@ class Plan:
         def step(state, batch, key=None):
             model, opt_state = state
             value, count, gradients = self._gradients(loss or _own_loss, model, batch, key)
-            norm = optax.global_norm(gradients)
+            norm = optax.tree.norm(gradients)
             clipped = norm
             if clip_norm is not None:
                 gradients, _ = optax.clip_by_global_norm(clip_norm).update(gradients, ())
-                clipped = optax.global_norm(gradients)
+                clipped = optax.tree.norm(gradients)
             updates, new_opt_state = tx.update(gradients, opt_state, model)
             new_state = (optax.apply_updates(model, updates), new_opt_state)
             bad = ~(jnp.isfinite(value) & jnp.isfinite(norm))

@@ -24,7 +24,7 @@ COSTS = Costs(F=1, B=1, W=1)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_makespan_and_bubble_equal_the_published_formulas(name):
+def test_makespan_bubble_and_live_counts_equal_the_published_formulas(name):
     for table in grid(name):
         p, m, c = table.stages, table.microbatches, table.chunks
         for costs in (COSTS, Costs(F=1.5, B=1, W=0.25)):
@@ -34,26 +34,20 @@ def test_makespan_and_bubble_equal_the_published_formulas(name):
             assert bubble(table, costs) == pytest.approx(1 - c * m / steps, abs=1e-12)
             if m >= p or c == 1:  # the published form
                 assert bubble(table, costs) == pytest.approx((p - 1) / (c * m + p - 1), abs=1e-12)
+        assert list(table.live) == live_formula(name, p, m, c)
         ideal = makespan_async(table, COSTS)
         assert ideal <= makespan(table, COSTS) * (1 + 1e-12)
         if m % p == 0 or c == 1:
             assert ideal == pytest.approx(makespan(table, COSTS), rel=1e-12)
 
 
-def test_live_counts_equal_the_published_formulas():
-    for stages, microbatches, chunks in SIZES:
-        largest = max(rounds(microbatches, stages))
-        if microbatches % stages == 0:
-            assert largest == stages
-        eager = [2 * (stages - s) - 1 for s in range(stages)]  # eager 1F1B: 2p-1 on rank 0
-        warm = [(chunks - 1) * largest + n for n in eager]  # Megatron: 2(p-r-1) + (v-1)p, + 1
-        total = microbatches * chunks
-        live = {name: () for name in SCHEDULES}
-        for name in live if chunks == 1 else ("gpipe", "interleaved"):
-            live[name] = prefix_peak(name, stages, microbatches, chunks)
-        assert live["gpipe"] == [total] * stages
-        assert live["interleaved"] == [min(total, n) for n in warm]
-        assert chunks > 1 or live["1f1b"] == [min(total, n) for n in eager]
+def live_formula(name, p, m, c):
+    """Per stage: GPipe keeps all; the others one more than the warm-up of eager 1F1B, 2(p-s)-1 on
+    stage s (2p-1 on rank 0), and of Megatron's interleaving, 2(p-s-1) + (c-1)p, for m % p == 0."""
+    if name == "gpipe":
+        return [c * m] * p
+    largest = p if m % p == 0 else max(rounds(m, p))
+    return [min(c * m, 2 * (p - s) - 1 + (c - 1) * largest) for s in range(p)]
 
 
 def prefix_peak(schedule, stages, microbatches, chunks):

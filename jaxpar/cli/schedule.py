@@ -139,7 +139,7 @@ def _compare(args: argparse.Namespace, costs: Costs) -> None:
     if args.json:
         print(json.dumps([as_json(table, costs) for table in tables]))
         return
-    rows = [("", [table.schedule for table in tables])]
+    rows = [("schedule", [table.schedule for table in tables])]
     rows += [("chunks", [str(table.chunks) for table in tables])]
     rows += [("ticks", [str(len(table.ticks)) for table in tables])]
     rows += [("makespan", [f"{makespan(table, costs):g}" for table in tables])]

@@ -1,0 +1,1 @@
+"""Compile for a target that is not here, and read the compiled program back."""

@@ -1,8 +1,8 @@
 """Small programs whose communication and operations are easy to work out by hand.
 
-The tests compile them for emulated CPU devices and read the GPU text of the very same programs from
-the .txt files here, so that they need no CUDA plugin. With `jax-cuda12-plugin` installed (and
-`nvidia-cudnn-cu12`, for the attention), this command writes the files for the installed JAX version:
+The tests compile them for emulated CPU devices and read the GPU text of the very same programs
+from the .txt files here, so that they need no CUDA plugin. With `jax-cuda12-plugin` installed (and
+`nvidia-cudnn-cu12`, for the attention), this command writes the files for the installed JAX:
 
     python tests/hlo_samples/programs.py
 """
