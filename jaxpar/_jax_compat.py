@@ -5,7 +5,7 @@ import jax
 
 def varying_axes(x) -> frozenset[str]:
     """The manual mesh axes over which `x` differs between devices (inside `shard_map`)."""
-    return jax.typeof(x).mat.varying
+    return (x if hasattr(x, "mat") else jax.typeof(x)).mat.varying
 
 
 def backend_started() -> bool:

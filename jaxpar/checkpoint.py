@@ -26,9 +26,7 @@ class Checkpoint:
         state, start = checkpoint.restore() or (plan.init(jax.random.key(0)), 0)
     """
 
-    def __init__(
-        self, directory: str | Path, plan: Plan, every: int = 1, keep: int | None = 3
-    ):
+    def __init__(self, directory: str | Path, plan: Plan, every: int = 1, keep: int | None = 3):
         for name, value in (("every", every), ("keep", keep)):
             whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
             if not whole and not (name == "keep" and value is None):
@@ -59,9 +57,10 @@ class Checkpoint:
         wanted = self._abstract()
         _check(self._manager.item_metadata(step), wanted, f"{self.directory.name}/{step}")
         saved = self._manager.restore(step, args=ocp.args.StandardRestore(_nest(wanted)))
-        leaves = [_at(saved, keys) for keys, _ in wanted]
         self._saved.update(s for s in steps if s <= step)
-        return self.plan.stored(jax.tree.unflatten(jax.tree.structure(self.plan.state), leaves)), step
+        leaves = [_at(saved, keys) for keys, _ in wanted]
+        state = jax.tree.unflatten(jax.tree.structure(self.plan.state), leaves)
+        return self.plan.stored(state), step
 
     def save(self, step: int, state, force: bool = False) -> bool:
         """Saves `state` as the one after `step` steps, if `every` divides it or with `force`.
@@ -119,10 +118,9 @@ class Checkpoint:
 
     def _abstract(self) -> list[tuple[tuple[str, ...], jax.ShapeDtypeStruct]]:
         """(path, shape, type and sharding) of every array that is on disk."""
-        canonical = jax.eval_shape(self.plan.canonical, self.plan.state)
-        shardings = jax.tree.leaves(self.plan.shardings)
-        return [(keys, jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding))
-                for (keys, a), sharding in zip(_named(canonical), shardings, strict=True)]  # fmt: skip
+        named, places = _named(self.plan.state), jax.tree.leaves(self.plan.canonical_shardings)
+        return [(keys, jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place))
+                for (keys, a), place in zip(named, places, strict=True)]  # fmt: skip
 
 
 def _named(tree) -> list[tuple[tuple[str, ...], Any]]:

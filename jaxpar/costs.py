@@ -16,8 +16,9 @@ from jaxpar import _jax_compat
 from jaxpar.layout import BATCH_AXES, Layout
 from jaxpar.loss import CHUNK
 from jaxpar.nn.parallel import Settings
+from jaxpar.parts import Parts, take_apart
 from jaxpar.pipeline import stage
-from jaxpar.region import COMPUTE, Parts, take_apart
+from jaxpar.region import COMPUTE
 from jaxpar.splits import Split, padded_size, stored_shape
 
 FP32 = 4
@@ -101,6 +102,9 @@ class Transfer:
     `what`: a parameter's path or a place in the model. `bytes`: payload of one execution per
     device: the gathered result, the input of a reduce-scatter, the buffer that is reduced or
     exchanged. `count`: executions per step. `devices`: members of a group.
+
+    >>> Transfer("norm.scale", "all-reduce", ("data",), count=1, bytes=80, devices=8).wire_bytes
+    140
     """
 
     what: str
@@ -184,7 +188,7 @@ def fetches(model, parts: Parts, layout: Layout) -> tuple[int, ...]:
     compute = COMPUTE[layout.precision]
     leaves = [jax.ShapeDtypeStruct(s.shape, compute) for s in parts.splits]
     outer = parts.outer(leaves)
-    layers = [jax.ShapeDtypeStruct((1, *w.shape[1:]), compute) for w in parts.layers(leaves)]
+    layers = [jax.ShapeDtypeStruct(w.shape[1:], compute) for w in parts.layers(leaves)]
     shape = jax.ShapeDtypeStruct((1, 8), jnp.int32)
     batch = dict(tokens=shape, targets=shape, positions=shape,
                  weights=jax.ShapeDtypeStruct((1, 8), jnp.float32))  # fmt: skip
@@ -199,28 +203,35 @@ def fetches(model, parts: Parts, layout: Layout) -> tuple[int, ...]:
     def loss(outer, x, batch):
         return parts.model(outer).loss(x, prepare(batch))[0]
 
+    def block(weights, x, batch):
+        return model.block(parts.layer_tree.unflatten(weights), x, {**prepare(batch), "layer": 0})
+
     x = jax.eval_shape(embed, outer, batch)
     first = _reads(embed, outer, batch)
     last = _reads(loss, outer, x, batch) if hasattr(model, "loss") else [not r for r in first]
-    again = _read_again(stage.Stack(_block(model, parts), _same, _same, layout.remat),
-                        layers, x, batch, prepare)  # fmt: skip
+    again = _read_by_backward(block, layers, x, batch, layout.remat)
     return tuple(parts.join([a + b for a, b in zip(first, last, strict=True)],
                             [1 + r for r in again]))  # fmt: skip
 
 
-def _read_again(stack: stage.Stack, layers, x, batch, prepare) -> list[bool]:
+def _read_by_backward(block, weights: list, x, batch, remat: str) -> list[bool]:
+    """Which weights of a block its backward pass reads, as `pipeline.stage` keeps things."""
     found = {}
 
-    def forward(layers, x, batch):
-        x, (kept, found["structure"]) = stage.forward(stack, layers, x, prepare(batch))
+    def forward(weights, x, batch):
+        def run(weights, x):
+            return block(weights, x, batch)
+
+        if remat in stage.POLICIES:
+            run = jax.checkpoint(run, policy=stage.POLICIES[remat])
+        kept, found["pullback"] = jax.tree.flatten(jax.vjp(run, weights, x)[1])
+        found["place"] = [next((i for i, w in enumerate(weights) if w is a), None) for a in kept]
         return kept
 
-    def backward(layers, kept, dx, batch):
-        sums = stage.zeros_for(layers)
-        return stage.backward(stack, layers, (kept, found["structure"]), dx, prepare(batch), sums)
-
-    kept = jax.eval_shape(forward, layers, x, batch)
-    return _reads(backward, layers, kept, x, batch)
+    kept = jax.eval_shape(forward, weights, x, batch)
+    read = _reads(lambda kept, dx: found["pullback"].unflatten(kept)(dx), kept, x)
+    live = {place for place, is_read in zip(found["place"], read, strict=True) if is_read}
+    return [i in live for i in range(len(weights))]
 
 
 def _reads(function, weights: list, *rest) -> list[bool]:
@@ -228,14 +239,6 @@ def _reads(function, weights: list, *rest) -> list[bool]:
     jaxpr = jax.make_jaxpr(function)(weights, *rest)
     dead = _jax_compat.dead_inputs(jaxpr, [True] * len(jaxpr.jaxpr.outvars))
     return [not d for d in dead[: len(weights)]]
-
-
-def _block(model, parts: Parts):
-    return lambda weights, x, batch: model.block(parts.layer_tree.unflatten(weights), x, batch)
-
-
-def _same(x):
-    return x
 
 
 def activation_traffic(model, layout: Layout, global_batch: int, seq_len: int) -> list[Transfer]:
@@ -266,8 +269,8 @@ def activation_traffic(model, layout: Layout, global_batch: int, seq_len: int) -
                  ("head forward", gather, 1), ("head backward", scatter, 1)]  # fmt: skip
     else:
         table = [("embedding forward", both, 1), ("blocks forward", both, 2 * layers),
-                 ("blocks backward", both, 2 * layers),
-                 ("blocks recomputed", both, layers * remat), ("head backward", both, 1)]  # fmt: skip
+                 ("blocks backward", both, 2 * layers), ("head backward", both, 1),
+                 ("blocks recomputed", both, layers * remat)]  # fmt: skip
     rows += [Transfer(what, op, ("tensor",), m * count, size, layout.tensor)
              for what, op, count in table if count]  # fmt: skip
     chunks = -(-tokens // CHUNK)

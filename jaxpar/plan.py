@@ -14,11 +14,13 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpar.layout import BATCH_AXES, Layout
 from jaxpar.mesh import make_mesh
-from jaxpar.region import Parts, Region, batch_spec, take_apart
+from jaxpar.placement import Placement, pipeline_table, place_layers
+from jaxpar.parts import Parts, num_layers, take_apart
+from jaxpar.region import Region, batch_spec
 from jaxpar.splits import Split, split_state
 
 
@@ -35,19 +37,40 @@ class Plan:
     state: Any
     shardings: Any
     splits: tuple[Split, ...]
+    placement: Placement
     _init: Callable = dataclasses.field(repr=False)
 
     def init(self, key: jax.Array):
         """Makes the state, each device its own pieces; equal numbers under every layout."""
-        return jax.jit(self._init, out_shardings=self.shardings)(key)
+        init = lambda key: self.placement.store(self._init(key))  # noqa: E731
+        return jax.jit(init, out_shardings=self.shardings)(key)
+
+    @property
+    def canonical_shardings(self):
+        """How `canonical` lays the state out: as on the mesh, layers split where they divide."""
+        if not self.placement.moves:
+            return self.shardings
+        even = self.placement.num_layers % self.layout.pipe == 0
+
+        def change(keys, leaf, sharding):
+            if even or not self.placement.is_stacked(keys, leaf):
+                return sharding
+            return NamedSharding(self.mesh, PartitionSpec(None, *sharding.spec[1:]))
+
+        return jax.tree_util.tree_map_with_path(change, self.state, self.shardings)
 
     def canonical(self, state):
-        """The state as it goes to disk: layers in order, without padding; sharded as `shardings`."""
-        return state
+        """The state in the model's own order of layers, without padding; as it goes to disk."""
+        if not self.placement.moves:
+            return state
+        restore = lambda s: self.placement.restore(s, self.state)  # noqa: E731
+        return jax.jit(restore, out_shardings=self.canonical_shardings)(state)
 
     def stored(self, canonical):
         """The reverse of `canonical`: the state as it lives on the mesh."""
-        return canonical
+        if not self.placement.moves:
+            return canonical
+        return jax.jit(self.placement.store, out_shardings=self.shardings)(canonical)
 
     @property
     def batch_sharding(self) -> NamedSharding:
@@ -120,7 +143,7 @@ class Plan:
     def _region(self, loss, parts: Parts) -> Region:
         on_gpu = self.mesh.devices.flat[0].platform in ("gpu", "cuda")
         kernel = "cudnn" if on_gpu and self.layout.precision == "bf16" else "xla"
-        return Region(self.layout, self.mesh, parts, loss, kernel)
+        return Region(self.layout, self.mesh, parts, loss, self.placement, kernel)
 
     def __str__(self) -> str:
         from jaxpar.report import plan_text
@@ -144,22 +167,25 @@ def make_plan(
     layout = layout.fill(mesh.size)
     check_supported(layout)
     state = jax.eval_shape(init, jax.random.key(0))
-    parts = take_apart(_find_model(state), layout)
-    splits = split_state(state, parts.splits, layout)
+    placement = place_layers(layout, num_layers(_find_model(state)))
+    stored = jax.eval_shape(placement.store, state)
+    parts = take_apart(_find_model(stored), layout)
+    splits = split_state(stored, parts.splits, layout)
     tree = jax.tree.structure(state)
     shardings = tree.unflatten([NamedSharding(mesh, s.spec) for s in splits])
-    return Plan(layout, mesh, state, shardings, tuple(splits), init)
+    pipeline_table(layout)
+    return Plan(layout, mesh, state, shardings, tuple(splits), placement, init)
 
 
 def check_supported(layout: Layout) -> None:
     """Refuses the settings that this version does not run yet."""
-    for axis in ("pipe", "context", "expert"):
+    for axis in ("context", "expert"):
         if layout.axis_sizes[axis] > 1:
             raise ValueError(f"{axis}={layout.axis_sizes[axis]} does not run in this version; use "
-                             "replica, data and tensor")  # fmt: skip
-    if layout.remat == "stage":
+                             "pipe, replica, data and tensor")  # fmt: skip
+    if layout.remat == "stage" and layout.pipe == 1:
         raise ValueError("remat='stage' needs pipe > 1; use remat='block'")
-    if layout.chunks > 1:
+    if layout.chunks > 1 and layout.pipe == 1:
         raise ValueError(f"chunks={layout.chunks} needs pipe > 1; use chunks=1")
 
 

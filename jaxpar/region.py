@@ -10,72 +10,18 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxpar import _jax_compat, dims
 from jaxpar.layout import BATCH_AXES, Layout
 from jaxpar.nn.parallel import Settings, axis_index, total, vary, vary_like
-from jaxpar.pipeline import stage
-from jaxpar.splits import Split, fetch, give_back, split_param, used_shape
+from jaxpar.parts import Parts
+from jaxpar.pipeline import executor, stage
+from jaxpar.placement import Placement, pipeline_table
+from jaxpar.splits import fetch, give_back, used_shape
 
 COMPUTE = {"bf16": jnp.bfloat16, "fp32": jnp.float32}
-
-
-@dataclasses.dataclass(frozen=True)
-class Parts:
-    """A model taken apart: its leaves' splits, and how to put it together again.
-
-    `is_layer[i]`: leaf i belongs to the stack of layers; the others are called outer.
-    """
-
-    splits: tuple[Split, ...]
-    is_layer: tuple[bool, ...]
-    tree: jax.tree_util.PyTreeDef
-    layer_tree: jax.tree_util.PyTreeDef
-
-    def outer(self, leaves: list) -> list:
-        return [x for x, inside in zip(leaves, self.is_layer, strict=True) if not inside]
-
-    def layers(self, leaves: list) -> list:
-        return [x for x, inside in zip(leaves, self.is_layer, strict=True) if inside]
-
-    def join(self, outer: list, layers: list) -> list:
-        a, b = iter(outer), iter(layers)
-        return [next(b) if inside else next(a) for inside in self.is_layer]
-
-    def model(self, outer: list):
-        """The model with its outer leaves; layers hold nothing, blocks get theirs by argument."""
-        return self.tree.unflatten(self.join(outer, [None] * sum(self.is_layer)))
-
-
-def take_apart(model, layout: Layout) -> Parts:
-    """Reads the dims of every parameter of `model` and decides its split.
-
-    Raises ValueError for a model without `layers`, `embed` and `block`, for a leaf that is no
-    floating-point array, and for what `splits.split_param` refuses.
-    """
-    for name in ("layers", "embed", "block"):
-        if not hasattr(model, name):
-            raise ValueError(f"{type(model).__name__} has no `{name}`; a model needs `embed(batch)`, "
-                             "a stack `layers` and `block(layer, x, batch)`")  # fmt: skip
-    is_variable = lambda v: isinstance(v, nnx.Variable)  # noqa: E731
-    flat, _ = jax.tree_util.tree_flatten_with_path(model, is_leaf=is_variable)
-    splits, is_layer = [], []
-    for keys, leaf in flat:
-        path = jax.tree_util.keystr(keys, simple=True, separator=".")
-        value = leaf.get_value() if is_variable(leaf) else leaf
-        if not jnp.issubdtype(value.dtype, jnp.floating):
-            raise ValueError(f"{path} has type {value.dtype}; every leaf of a model is a parameter "
-                             "and must be a floating-point array")  # fmt: skip
-        inside = path.startswith("layers.")
-        names = leaf.get_metadata().get("dims") if is_variable(leaf) else None
-        names = names or (("layers",) if inside else ()) + (None,) * (value.ndim - inside)
-        splits.append(split_param(path, value.shape, value.dtype, names, layout))
-        is_layer.append(inside)
-    return Parts(tuple(splits), tuple(is_layer), jax.tree.structure(model),
-                 jax.tree.structure(model.layers))  # fmt: skip
 
 
 def batch_spec(layout: Layout) -> PartitionSpec:
@@ -92,6 +38,7 @@ class Region:
     mesh: Mesh
     parts: Parts
     loss: Callable
+    placement: Placement
     attention_kernel: str = "xla"
 
     # ---- outside the manual region: global arrays in, global arrays out
@@ -129,7 +76,9 @@ class Region:
             outer_sums = [s + g for s, g in zip(sums[0], outer_sums, strict=True)]
             return [outer_sums, layer_sums], loss_sum
 
-        if self.layout.microbatches == 1:
+        if self.layout.pipe > 1:
+            loss_sum, *sums = executor.run(self._program(key), outer, layers, microbatches, *sums, scale)
+        elif self.layout.microbatches == 1:
             sums, loss_sum = body(sums, jax.tree.map(lambda a: a[0], microbatches))
         else:
             sums, losses = lax.scan(body, sums, microbatches)
@@ -146,14 +95,15 @@ class Region:
         batch = self._prepare(rows, key)
         weights = self._outer(outer, rows)
         x, embed_back = jax.vjp(lambda w: self._embed(w, batch), weights)
-        stack = self._stack()
-        x, kept = stage.forward(stack, layers, x, batch)
+        stack, span = self._stack(), stage.Span(layers[0].shape[0])
+        structure = stage.Structure()
+        x, kept = stage.forward(stack, layers, x, batch, span, structure)
         weights = self._outer(outer, x)
         loss_sum, loss_back = jax.vjp(
-            lambda w, x: self.loss(parts.model(w), x, batch)[0].astype(jnp.float32), weights, x
+            lambda w, x: self._sum_and_count(w, x, batch)[0], weights, x
         )
         from_loss, dx = loss_back(vary_like(scale, loss_sum))
-        dx, layer_sums = stage.backward(stack, layers, kept, dx, batch, layer_sums)
+        dx, layer_sums = stage.backward(stack, layers, kept, dx, batch, layer_sums, span, structure)
         (from_embed,) = embed_back(dx)
         gradients = [a.astype(jnp.float32) + b.astype(jnp.float32)
                      for a, b in zip(from_loss, from_embed, strict=True)]  # fmt: skip
@@ -165,16 +115,46 @@ class Region:
     def _loss_sum(self, stored: list, batch: dict, key):
         stored = [x.astype(COMPUTE[self.layout.precision]) for x in stored]
         outer, layers = self._once(stored)
+        microbatches = self._microbatches(batch)
+        if self.layout.pipe > 1:
+            sums = executor.evaluate(self._program(None, train=False), outer, layers, microbatches)
+            return tuple(total(s) for s in sums)
 
         def body(_, rows):
             batch = self._prepare(rows, None)
             x = self._embed(self._outer(outer, rows), batch)
-            x = stage.apply(self._stack(), layers, x, batch)
-            loss_sum, count = self.loss(self.parts.model(self._outer(outer, x)), x, batch)
-            return None, (loss_sum, jnp.float32(1) if count is None else count)
+            x = stage.apply(self._stack(), layers, x, batch, stage.Span(layers[0].shape[0]))
+            return None, self._sum_and_count(self._outer(outer, x), x, batch)
 
-        _, (sums, counts) = lax.scan(body, None, self._microbatches(batch))
+        _, (sums, counts) = lax.scan(body, None, microbatches)
         return total(sums.sum()), total(counts.sum())
+
+    def _sum_and_count(self, outer, x, batch):
+        loss_sum, count = self.loss(self.parts.model(outer), x, batch)
+        count = jnp.float32(1) if count is None else jnp.asarray(count, jnp.float32)
+        return loss_sum.astype(jnp.float32), count
+
+    def _program(self, key, train: bool = True) -> executor.Program:
+        """The model and its schedule, as the pipeline's executor takes them."""
+        splits = self.parts.outer(self.parts.splits)
+
+        def give_back_outer(gradients):
+            if self.layout.zero < 2:
+                return gradients
+            return [give_back(g, s, self.layout) for g, s in zip(gradients, splits, strict=True)]
+
+        stack = self._stack()
+        return executor.Program(
+            table=pipeline_table(self.layout, train),
+            counts=self.placement.counts,
+            stack=stack if train else dataclasses.replace(stack, remat="nothing"),
+            prepare=lambda rows: self._prepare(rows, key),
+            embed=self._embed,
+            loss=self._sum_and_count,
+            fetch_outer=self._outer,
+            give_back_outer=give_back_outer,
+            idle="compute" if self.layout.idle == "compute" else "skip",
+        )
 
     def _once(self, stored: list):
         """Outer and layer leaves, fetched where the layout fetches once a step."""
@@ -218,10 +198,13 @@ class Region:
 
     def _embed(self, outer: list, batch: dict):
         x = self.parts.model(outer).embed(batch)
-        split = (
-            BATCH_AXES + ("context",) + (("tensor",) if self._settings.sequence_parallel else ())
-        )
-        return vary(x, split)
+        return vary(x, self._activation_axes)
+
+    @property
+    def _activation_axes(self) -> tuple[str, ...]:
+        """Axes over which devices hold different activations."""
+        sequence = ("tensor",) if self._settings.sequence_parallel else ()
+        return ("pipe", *BATCH_AXES, "context", *sequence)
 
     @property
     def _settings(self) -> Settings:
@@ -264,22 +247,15 @@ class Region:
         x = jax.eval_shape(lambda w: self._embed(w, batch), weights)
 
         def count(weights, x):
-            value = self.loss(self.parts.model(weights), x, batch)[1]
-            return jnp.float32(1) if value is None else jnp.asarray(value, jnp.float32)
+            return self._sum_and_count(weights, x, batch)[1]
 
-        x = self._embed_like(x)
+        x = vary(jnp.zeros(x.shape, x.dtype), [a for a in self._activation_axes if a != "pipe"])
         jaxpr = jax.make_jaxpr(count)(weights, x)
         if not all(_jax_compat.dead_inputs(jaxpr, [True])):
             raise ValueError("the count that the loss returns depends on the model's output; "
                              "it must depend on the batch alone, such as the sum of weights")  # fmt: skip
         value = total(count(weights, x))
         return value, jnp.where(value > 0, 1 / jnp.where(value > 0, value, 1), 0)
-
-    def _embed_like(self, x):
-        split = (
-            BATCH_AXES + ("context",) + (("tensor",) if self._settings.sequence_parallel else ())
-        )
-        return vary(jnp.zeros(x.shape, x.dtype), split)
 
     def _outer_shapes(self):
         compute = COMPUTE[self.layout.precision]

@@ -93,7 +93,7 @@ def split_param(
 def _vary_axes(axes, uneven, layout: Layout) -> tuple[str, ...]:
     """Axes over which devices hold the same numbers but use them on different data."""
     split = {a for entry in axes for a in entry}
-    used = BATCH_AXES + ("context",) + (("tensor",) if layout.sequence_parallel else ())
+    used = BATCH_AXES + ("context", "pipe") + (("tensor",) if layout.sequence_parallel else ())
     if uneven is not None:
         used += tuple(uneven[2])
     return tuple(a for a in layout.present(dict.fromkeys(used)) if a not in split)
@@ -192,7 +192,7 @@ def give_back(gradient: jax.Array, split: Split, layout: Layout) -> jax.Array:
     without the leading layers dim is one layer's.
     """
     shape = stored_shape(split, layout)[len(split.shape) - gradient.ndim :]
-    own = tuple(a for entry in split.axes[len(split.shape) - gradient.ndim :] for a in entry)
+    own = tuple(a for entry in split.axes for a in entry)
     _, back = jax.vjp(lambda x: fetch(x, split), vary(jnp.zeros(shape, jnp.float32), own))
     return back(gradient.astype(jnp.float32))[0]
 

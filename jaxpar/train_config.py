@@ -10,14 +10,19 @@ import pkgutil
 import tomllib
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any, Literal, get_args, get_type_hints
-
-import tyro
+from typing import Any, Literal, get_args, get_type_hints
 
 from jaxpar.layout import Layout, load_layout, nearest, override
 
 DEFAULT_LAYOUT = "cpu8_data4_tensor2"
 """The layout of a run on emulated devices that names none."""
+
+LEAST = {
+    "steps": 1, "global_batch": 1, "seq_len": 1, "devices": 0, "seed": 0, "warmup_steps": -1,
+    "eos": -1, "eval_every": 0, "eval_rows": 0, "checkpoint_every": 0, "weight_decay": 0,
+    "clip_norm": 0,
+}  # fmt: skip
+"""The smallest value of a setting."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,7 +30,8 @@ class TrainConfig:
     """Trains a language model with the layout you choose, and leaves runs/NAME behind.
 
     Without flags it trains llama:tiny on 8 emulated CPU devices, on the source text of Python's
-    standard library, in about a minute. On a machine with GPUs it uses them.
+    standard library, in about a minute. On a machine with GPUs it uses them. --config FILE repeats
+    a run from its config.toml; flags after it change settings.
     """
 
     model: str = "llama:tiny"
@@ -33,7 +39,7 @@ class TrainConfig:
     layout: str = "auto"
     """Name of a layout of mesh_configs/, or the path of a TOML file. auto: on GPUs all of them on
     the data axis, on CPUs a small default."""
-    set: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    set: tuple[str, ...] = ()
     """KEY=VALUE, a field of the layout to change, such as tensor=4 or remat=block."""
     devices: int = 0
     """Emulate this many CPU devices. 0: use the GPUs there are, or as many CPU devices as the
@@ -48,15 +54,15 @@ class TrainConfig:
     """The token id that ends a document; -1: none."""
     holdout: float = 0.05
     """Share of the documents that is held out for evaluation."""
-    steps: int = 200
+    steps: int = 300
     """Optimizer steps, in all."""
-    global_batch: int = 16
+    global_batch: int = 8
     """Rows of a batch, over all devices and microbatches."""
     seq_len: int = 128
     """Tokens of a row."""
     seed: int = 0
     """Of the parameters and the order of the data."""
-    lr: float = 4e-3
+    lr: float = 3e-3
     """Highest learning rate."""
     warmup_steps: int = -1
     """Steps in which the learning rate rises; -1: a tenth of all."""
@@ -96,9 +102,7 @@ class TrainConfig:
         for field in dataclasses.fields(self):
             value = _typed(field.name, getattr(self, field.name), hints[field.name])
             object.__setattr__(self, field.name, value)
-        for name, least in {"steps": 1, "global_batch": 1, "seq_len": 1, "devices": 0, "seed": 0,
-                            "warmup_steps": -1, "eos": -1, "eval_every": 0, "eval_rows": 0,
-                            "checkpoint_every": 0, "weight_decay": 0, "clip_norm": 0}.items():  # fmt: skip
+        for name, least in LEAST.items():
             if not getattr(self, name) >= least:
                 raise ValueError(f"{name}={getattr(self, name)} is too small; use {least} or more")
         for name in ("lr", "eps"):
@@ -146,7 +150,9 @@ class TrainConfig:
         names = [f.name for f in dataclasses.fields(cls)]
         for name in values:
             if name not in names:
-                raise ValueError(f"{path} sets {name!r}, which is no setting; {nearest(name, names)}")
+                raise ValueError(
+                    f"{path} sets {name!r}, which is not known; {nearest(name, names)}"
+                )
         layout = path.parent / str(values.get("layout", "auto"))
         if layout.suffix == ".toml" and layout.is_file():
             values["layout"] = str(layout)
@@ -207,9 +213,9 @@ def _typed(name: str, value: Any, hint) -> Any:
 
 def model_families() -> list[str]:
     """Names of the modules of `jaxpar.models` that have presets."""
-    package = importlib.import_module("jaxpar.models")
-    names = [info.name for info in pkgutil.iter_modules(package.__path__)]
-    return [n for n in names if hasattr(importlib.import_module(f"{package.__name__}.{n}"), "PRESETS")]
+    folder = importlib.import_module("jaxpar.models").__path__
+    names = [info.name for info in pkgutil.iter_modules(folder)]
+    return [n for n in names if hasattr(importlib.import_module(f"jaxpar.models.{n}"), "PRESETS")]
 
 
 def load_model(name: str) -> tuple[ModuleType, Any]:
@@ -221,8 +227,9 @@ def load_model(name: str) -> tuple[ModuleType, Any]:
     256
     """
     family, colon, preset = name.partition(":")
-    if family not in model_families():
-        raise ValueError(f"there is no model family {family!r}; {nearest(family, model_families())}")
+    families = model_families()
+    if family not in families:
+        raise ValueError(f"there is no model family {family!r}; {nearest(family, families)}")
     module = importlib.import_module(f"jaxpar.models.{family}")
     if not colon:
         raise ValueError(f"model {name!r} names no preset; write {family}:PRESET, with one of "

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxpar.nn.parallel import axis_index, settings, sum_partial
@@ -16,9 +17,11 @@ class Embedding(nnx.Module):
         self.table = param(normal(key, (vocab_size, embed_dim), std), ("vocab", "embed"))
 
     def __call__(self, tokens: Int[Array, "B T"], batch: dict) -> Float[Array, "B S D"]:
-        # table[v_tensor, D], tokens[b, t] -> partial [b, t, D]; summed over tensor
+        # table[v, D], tokens[b, t] -> partial [b, t, D]; summed over the vocabulary's axes
         table = self.table[...]
         row = tokens - axis_index(settings(batch).vocab_axes) * table.shape[0]
         mine = (row >= 0) & (row < table.shape[0])
         found = jnp.take(table, jnp.where(mine, row, 0), axis=0)
-        return sum_partial(jnp.where(mine[..., None], found, 0), batch)
+        x = sum_partial(jnp.where(mine[..., None], found, 0), batch)
+        others = tuple(a for a in settings(batch).vocab_axes if a != "tensor")
+        return lax.psum(x, others) if others else x

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.nn.parallel import vary_like
+from jaxpar.pipeline.branch import when
 
 POLICIES = {
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
@@ -28,7 +29,8 @@ class Stack:
 
     `block(weights, x, batch) -> x`, with weights a list of leaves of one layer. `fetch(leaves)`
     makes weights of one layer's stored leaves, `give_back(gradients)` is the reverse for the
-    gradients; each is the identity where that happens once a step, outside.
+    gradients; each is the identity where that happens once a step, outside. Remat "stage" keeps
+    everything: its user runs the forward again.
     """
 
     block: Callable
@@ -37,62 +39,99 @@ class Stack:
     remat: str = "none"
 
 
-def forward(stack: Stack, layers: list, x: jax.Array, batch: dict, first_layer=0):
-    """Runs all blocks. Returns (x, kept): kept is a list of arrays with a leading layers dim,
-    and the structure `backward` needs."""
-    structure = {}
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """The layers of a stack to run: places first .. first+size-1, of which `count` hold a layer.
 
-    def body(x, item):
-        stored, layer = item
-        weights = stack.fetch(stored)
-        shared = _shared(batch, layer)
-        y, pullback = jax.vjp(lambda w, x: _block(stack, shared)(w, x), weights, x)
-        leaves, tree = jax.tree.flatten(pullback)
-        sources = [_source(leaf, weights, jax.tree.leaves(shared)) for leaf in leaves]
-        structure["tree"], structure["sources"] = tree, sources
-        kept = [leaf for leaf, source in zip(leaves, sources, strict=True) if source is None]
+    `number` is the model's number of the first of them. `count` None: all hold one.
+    """
+
+    size: int
+    first: jax.Array | int = 0
+    number: jax.Array | int = 0
+    count: jax.Array | None = None
+
+
+@dataclasses.dataclass
+class Structure:
+    """Where each residual of a block's vjp comes from; filled in when `forward` is traced."""
+
+    tree: jax.tree_util.PyTreeDef | None = None
+    sources: list | None = None
+
+
+def forward(stack: Stack, layers: list, x: jax.Array, batch: dict, span: Span,
+            structure: Structure):  # fmt: skip
+    """Runs the blocks. Returns (x, kept), kept a list of arrays with a leading layers dim."""
+
+    def block(x, i):
+        weights = stack.fetch(_layer(layers, span.first + i))
+        shared = {**batch, "layer": span.number + i}
+        y, pullback = jax.vjp(_remat(stack, shared), weights, x)
+        leaves, structure.tree = jax.tree.flatten(pullback)
+        shared = jax.tree.leaves(shared)
+        structure.sources = [_source(leaf, weights, shared) for leaf in leaves]
+        kept = [a for a, source in zip(leaves, structure.sources, strict=True) if source is None]
         return y, [_offload(a) for a in kept] if stack.remat == "offload" else kept
 
-    x, kept = lax.scan(body, x, (layers, _layer_numbers(layers, first_layer)))
-    return x, (kept, structure)
+    def body(x, i):
+        if span.count is None:
+            return block(x, i)
+        # a place without a layer passes x on
+        run = when(i < span.count, lambda x: block(x, i), x)
+        return jnp.where(i < span.count, run[0], x), run[1]
+
+    return lax.scan(body, x, _places(span))
 
 
-def backward(stack: Stack, layers: list, kept, dx: jax.Array, batch: dict, sums: list,
-             first_layer=0):  # fmt: skip
-    """Goes back through all blocks. Returns (dx, sums): sums with each layer's gradients added."""
-    kept, structure = kept
+def backward(stack: Stack, layers: list, kept: list, dx: jax.Array, batch: dict, sums: list,
+             span: Span, structure: Structure, active=None):  # fmt: skip
+    """Goes back through the blocks. Returns (dx, sums): sums with each layer's gradients added.
 
-    def body(carry, item):
-        dx, sums = carry
-        stored, arrays, layer, place = item
+    Where `active` is given and false, gradients of whatever was computed are not added.
+    """
+
+    def block(dx, arrays, i):
         if stack.remat == "offload":
             arrays = [_bring_back(a) for a in arrays]
-        weights = stack.fetch(stored)
-        shared = jax.tree.leaves(_shared(batch, layer))
+        weights = stack.fetch(_layer(layers, span.first + i))
+        shared = jax.tree.leaves({**batch, "layer": span.number + i})
         rest = iter(arrays)
         leaves = [
             next(rest) if s is None else (weights if s[0] == "weight" else shared)[s[1]]
-            for s in structure["sources"]
+            for s in structure.sources
         ]
-        pullback = jax.tree.unflatten(structure["tree"], leaves)
-        gradients, dx = pullback(dx)
-        gradients = stack.give_back(gradients)
+        gradients, dx = jax.tree.unflatten(structure.tree, leaves)(dx)
+        return dx, stack.give_back(gradients)
+
+    def body(carry, item):
+        dx, sums = carry
+        i, arrays = item
+        counted = active
+        if span.count is None:
+            dx, gradients = block(dx, arrays, i)
+        else:
+            counted = i < span.count if active is None else active & (i < span.count)
+            new, gradients = when(i < span.count, lambda dx, a: block(dx, a, i), dx, arrays)
+            dx = jnp.where(i < span.count, new, dx)
+        if counted is not None:
+            gradients = [jnp.where(counted, g, 0) for g in gradients]
+        place = span.first + i
         return (dx, [_add_at(s, g, place) for s, g in zip(sums, gradients, strict=True)]), None
 
-    numbers = _layer_numbers(layers, first_layer)
-    places = jnp.arange(numbers.shape[0])
-    (dx, sums), _ = lax.scan(body, (dx, sums), (layers, kept, numbers, places), reverse=True)
+    (dx, sums), _ = lax.scan(body, (dx, sums), (_places(span), kept), reverse=True)
     return dx, sums
 
 
-def apply(stack: Stack, layers: list, x: jax.Array, batch: dict, first_layer=0) -> jax.Array:
-    """Runs all blocks and keeps nothing (evaluation)."""
+def apply(stack: Stack, layers: list, x: jax.Array, batch: dict, span: Span) -> jax.Array:
+    """Runs the blocks and keeps nothing."""
 
-    def body(x, item):
-        stored, layer = item
-        return stack.block(stack.fetch(stored), x, _shared(batch, layer)), None
+    def body(x, i):
+        weights = stack.fetch(_layer(layers, span.first + i))
+        y = stack.block(weights, x, {**batch, "layer": span.number + i})
+        return (y if span.count is None else jnp.where(i < span.count, y, x)), None
 
-    return lax.scan(body, x, (layers, _layer_numbers(layers, first_layer)))[0]
+    return lax.scan(body, x, _places(span))[0]
 
 
 def zeros_for(weights: list) -> list:
@@ -100,21 +139,21 @@ def zeros_for(weights: list) -> list:
     return [vary_like(jnp.zeros(w.shape, jnp.float32), w) for w in weights]
 
 
-def _block(stack: Stack, shared: dict):
+def _remat(stack: Stack, shared: dict):
     def run(weights, x):
         return stack.block(weights, x, shared)
 
-    if stack.remat == "none":
+    if stack.remat not in POLICIES:
         return run
     return jax.checkpoint(run, policy=POLICIES[stack.remat])
 
 
-def _layer_numbers(layers: list, first_layer) -> jax.Array:
-    return first_layer + jnp.arange(layers[0].shape[0], dtype=jnp.int32)
+def _places(span: Span) -> jax.Array:
+    return jnp.arange(span.size, dtype=jnp.int32)
 
 
-def _shared(batch: dict, layer) -> dict:
-    return {**batch, "layer": layer}
+def _layer(layers: list, place) -> list:
+    return [lax.dynamic_index_in_dim(a, place, keepdims=False) for a in layers]
 
 
 def _source(leaf, weights, shared):

@@ -1,0 +1,308 @@
+"""One executor for every schedule: scans over the table's ticks, forward and backward written out.
+
+Runs inside the manual region, on every stage alike. A tick is: gradients of the last tick arrive;
+embed; F; activations are sent; head and loss; B; the gradient reaches the embedding; activations
+arrive. Embedding and head are split over the stages, so every stage does an equal share of them.
+Values live in ring buffers whose slots the table gives; nothing grows with the microbatches.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxpar import _jax_compat
+from jaxpar.nn.parallel import vary, vary_like
+from jaxpar.pipeline import stage, ticks
+from jaxpar.pipeline.branch import update_when, when
+from jaxpar.pipeline.stage import Span, Stack, Structure
+from jaxpar.pipeline.table import Table
+
+AXIS = "pipe"
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A model and a table, ready to run.
+
+    `embed(outer, batch) -> x`; `loss(outer, x, batch) -> (sum, count)`; `prepare(rows) -> batch`;
+    `fetch_outer(stored, after)` and `give_back_outer(gradients)` move the outer weights.
+    `counts[stage, chunk]`: layers held there. `idle`: "skip" branches around what a stage has not
+    to do, "compute" computes on what is there and drops it.
+    """
+
+    table: Table
+    counts: np.ndarray
+    stack: Stack
+    prepare: Callable
+    embed: Callable
+    loss: Callable
+    fetch_outer: Callable
+    give_back_outer: Callable
+    idle: str = "skip"
+
+    def span(self, me, chunk) -> Span:
+        """The layers of one chunk on this stage."""
+        size = int(self.counts.max())
+        order = np.argsort(self.table.parts, axis=None)
+        starts = np.zeros(self.counts.size, np.int32)
+        starts[order] = np.concatenate([[0], np.cumsum(self.counts.reshape(-1)[order])[:-1]])
+        number = jnp.asarray(starts.reshape(self.counts.shape))[me, chunk]
+        even = bool((self.counts == size).all())
+        count = None if even else jnp.asarray(self.counts, jnp.int32)[me, chunk]
+        return Span(size, chunk * size, number, count)
+
+
+def run(program: Program, outer: list, layers: list, microbatches: dict, outer_sums: list,
+        layer_sums: list, scale):  # fmt: skip
+    """Runs every microbatch, arrays [M, b, t], forward and backward.
+
+    Returns (loss sum, outer sums, layer sums); `scale` multiplies the loss before the backward.
+    """
+    tick = Tick(program, outer, layers, microbatches, scale, Structure())
+    carry = tick.start(outer_sums, layer_sums)
+    whole_stage = program.stack.remat == "stage"
+    for segment in ticks.segments(program.table):
+        scanned = jax.tree.map(jnp.asarray, ticks.arrays(program.table, segment, whole_stage))
+        carry, _ = lax.scan(partial(tick.run, segment), carry, scanned)
+    return carry["loss"], carry["outer"], carry["layers"]
+
+
+def evaluate(program: Program, outer: list, layers: list, microbatches: dict):
+    """(sum, count) of the loss over all microbatches: the table's forward ticks, nothing kept."""
+    tick = Tick(program, outer, layers, microbatches, jnp.float32(1), Structure())
+    me = vary(jnp.int32(0), (AXIS,))
+    x = _typed(lambda: program.embed(program.fetch_outer(outer, ()), tick._batch(me)))
+    totals = [_zeros(a, axes=()) for a in _typed(lambda: tick._loss(_zeros(x), jnp.int32(0)))]
+    carry = {"x": _buffer(x, max(program.table.slots_input)), "kept": [], "totals": totals}
+    for segment in ticks.segments(program.table):
+        if segment.forward:
+            scanned = jax.tree.map(jnp.asarray, ticks.arrays(program.table, segment, False))
+            carry, _ = lax.scan(partial(tick.run_forward_only, segment), carry, scanned)
+    return carry["totals"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tick:
+    """The body of the scans: what one tick does to the carry."""
+
+    program: Program
+    outer: list
+    layers: list
+    microbatches: dict
+    scale: jax.Array
+    structure: Structure
+
+    def start(self, outer_sums, layer_sums) -> dict:
+        """Empty buffers, one entry per slot of the stage that needs most."""
+        table, whole = self.program.table, self.program.stack.remat == "stage"
+        me, batch = lax.axis_index(AXIS), self._batch(vary(jnp.int32(0), (AXIS,)))
+        x = _typed(lambda: self.program.embed(self.program.fetch_outer(self.outer, ()), batch))
+        span = self.program.span(me, vary(jnp.int32(0), (AXIS,)))
+        y, kept = _typed(lambda: self._forward(_zeros(x), batch, span))
+        slots_x = table.slots_stage if whole else table.slots_input
+        carry = {
+            "x": _buffer(x, max(slots_x)),
+            "kept": [_buffer(k, max(table.slots_kept)) for k in kept],
+            "grad": _buffer(y, max(table.slots_grad)),
+            "dx": _zeros(y),
+            "outer": outer_sums,
+            "layers": layer_sums,
+        }
+        if ticks.loss_gradient_waits(table):
+            carry["loss_grad"] = _buffer(y, max(table.slots_kept))
+        loss, _ = _typed(lambda: self._loss(_zeros(x), jnp.int32(0)))
+        return carry | {"loss": _zeros(loss, axes=())}
+
+    def run(self, segment, carry: dict, now: dict):
+        carry, at = dict(carry), now["alike"]
+        me = lax.axis_index(AXIS)
+        mine = {name: a[me] for name, a in now["stage"].items()}
+        for i, pairs in segment.receives:
+            arrived = lax.ppermute(carry["dx"], AXIS, pairs)
+            carry["grad"] = _write(carry["grad"], mine[f"arrives_{i}"], arrived)
+        arrivals = []
+        if segment.forward:
+            entering = self._embed(segment.embed, at["embed"], carry)
+            y = self._run_forward(mine, entering, me, carry)
+            for i, pairs in segment.sends:
+                arrivals.append((mine[f"arrives_{i}"], lax.ppermute(y, AXIS, pairs)))
+            from_loss = self._head(segment.head, at, y, carry)
+        if segment.backward:
+            if "loss_grad" in carry:
+                from_loss = _read(carry["loss_grad"], at["head_slot_used"])
+            elif not segment.forward:
+                from_loss = _zeros_like(carry["dx"])
+            carry["dx"] = self._run_backward(mine, from_loss, me, carry)
+            self._embed_back(segment.embed_back, at["embed_back"], carry)
+        for slot, value in arrivals:
+            carry["x"] = _write(carry["x"], slot, value)
+        return carry, None
+
+    def run_forward_only(self, segment, carry: dict, now: dict):
+        carry, me, at = dict(carry), lax.axis_index(AXIS), now["alike"]
+        mine = {name: a[me] for name, a in now["stage"].items()}
+        y = self._run_forward(mine, self._embed(segment.embed, at["embed"], carry), me, carry)
+        if segment.head != "never":
+            new = when(at["head"] >= 0, self._loss, y, at["head"])
+            carry["totals"] = [a + b for a, b in zip(carry["totals"], new, strict=True)]
+        for i, pairs in segment.sends:
+            carry["x"] = _write(carry["x"], mine[f"arrives_{i}"], lax.ppermute(y, AXIS, pairs))
+        return carry, None
+
+    # ---- the phases of a tick
+
+    def _embed(self, often, m, carry):
+        """x of the microbatch that enters the model; every stage looks up its part of the table."""
+
+        def embed(m):
+            return self.program.embed(self.program.fetch_outer(self.outer, (m,)), self._batch(m))
+
+        if often == "never":
+            return _zeros_like(carry["x"][0])
+        return embed(m) if often == "always" else when(m >= 0, embed, m)
+
+    def _run_forward(self, mine, entering, me, carry):
+        table, m, chunk = self.program.table, mine["f_microbatch"], mine["f_chunk"]
+        whole = self.program.stack.remat == "stage"
+        slot = mine["f_stage" if whole else "f_input"]
+        first = jnp.asarray(table.parts)[me, chunk] == 0
+        x = jnp.where(first, entering, _read(carry["x"], slot))
+        batch, span = self._batch(m), self.program.span(me, jnp.maximum(chunk, 0))
+        if self.program.idle == "skip":
+            y, kept = when(m >= 0, lambda x: self._forward(x, batch, span), x)
+        else:
+            y, kept = self._forward(x, batch, span)
+        if whole:
+            carry["x"] = _write(carry["x"], jnp.where(first & (m >= 0), slot, -1), x)
+        carry["kept"] = [_write(b, mine["f_kept"], k)
+                         for b, k in zip(carry["kept"], kept, strict=True)]  # fmt: skip
+        return y
+
+    def _head(self, often, at, y, carry):
+        """Loss and its gradient of the microbatch that left the model, shared by all stages."""
+        if often == "never":
+            return _zeros_like(y)
+
+        def head(state, y):
+            loss, sums = state
+            batch, x = self._batch(at["head"]), self._from_last(y)
+            outer = self.program.fetch_outer(self.outer, (x,))
+            value, back = jax.vjp(lambda w, x: self.program.loss(w, x, batch)[0], outer, x)
+            gradients, dx = back(vary_like(self.scale, value))
+            return loss + value, self._add(sums, gradients), vary_like(dx, y)
+
+        state = (carry["loss"], carry["outer"])
+        if often == "always":
+            loss, sums, dx = head(state, y)
+        else:
+            loss, sums, dx = update_when(
+                at["head"] >= 0, lambda s, y: head(s[:2], y), (*state, _zeros_like(y)), y)  # fmt: skip
+        carry["loss"], carry["outer"] = vary_like(loss, carry["loss"]), sums
+        if "loss_grad" in carry:
+            carry["loss_grad"] = _write(carry["loss_grad"], at["head_slot"], dx)
+        return dx
+
+    def _run_backward(self, mine, from_loss, me, carry):
+        table, m, chunk = self.program.table, mine["b_microbatch"], mine["b_chunk"]
+        last = jnp.asarray(table.parts)[me, chunk] == table.parts.max()
+        dy = jnp.where(last, from_loss, _read(carry["grad"], mine["b_grad"]))
+        whole = self.program.stack.remat == "stage"
+        x = _read(carry["x"], mine["b_stage"]) if whole else None
+        kept = [_read(b, mine["b_kept"]) for b in carry["kept"]]
+        batch, span = self._batch(m), self.program.span(me, jnp.maximum(chunk, 0))
+
+        def back(state, active=None):
+            _, sums = state
+            saved = kept
+            if whole:
+                _, saved = stage.forward(self.program.stack, self.layers, x, batch, span,
+                                         self.structure)  # fmt: skip
+            return stage.backward(self.program.stack, self.layers, saved, dy, batch, sums, span,
+                                  self.structure, active)  # fmt: skip
+
+        state = (_zeros_like(carry["dx"]), carry["layers"])
+        if self.program.idle == "skip":
+            dx, carry["layers"] = update_when(m >= 0, back, state)
+        else:
+            dx, carry["layers"] = back(state, m >= 0)
+        return dx
+
+    def _embed_back(self, often, m, carry):
+        """The gradient at the embedding, from the first stage to every stage's part of the table."""
+        if often == "never":
+            return
+        first = ticks.places(self.program.table)[0][0]
+
+        def back(sums, dx):
+            batch = self._batch(m)
+            outer = self.program.fetch_outer(self.outer, (dx,))
+            _, pullback = jax.vjp(lambda w: self.program.embed(w, batch), outer)
+            (gradients,) = pullback(jnp.where(lax.axis_index(AXIS) == first, dx, 0))
+            return self._add(sums, gradients)
+
+        if often == "always":
+            carry["outer"] = back(carry["outer"], carry["dx"])
+        else:
+            carry["outer"] = update_when(m >= 0, back, carry["outer"], carry["dx"])
+
+    # ---- pieces
+
+    def _batch(self, m) -> dict:
+        rows = jax.tree.map(
+            lambda a: lax.dynamic_index_in_dim(a, jnp.maximum(m, 0), keepdims=False),
+            self.microbatches,
+        )
+        return self.program.prepare(rows)
+
+    def _forward(self, x, batch, span):
+        if self.program.stack.remat in ("stage", "nothing"):
+            return stage.apply(self.program.stack, self.layers, x, batch, span), []
+        return stage.forward(self.program.stack, self.layers, x, batch, span, self.structure)
+
+    def _loss(self, y, m):
+        """(sum, count) of a microbatch whose last activations the last stage holds in y."""
+        x = self._from_last(y)
+        return self.program.loss(self.program.fetch_outer(self.outer, (x,)), x, self._batch(m))
+
+    def _from_last(self, y):
+        """The last stage's y on all stages: one all-reduce over pipe."""
+        last = ticks.places(self.program.table)[1][0]
+        return lax.psum(jnp.where(lax.axis_index(AXIS) == last, y, 0), AXIS)
+
+    def _add(self, sums, gradients):
+        gradients = self.program.give_back_outer(gradients)
+        return [s + g.astype(jnp.float32) for s, g in zip(sums, gradients, strict=True)]
+
+
+def _typed(function):
+    """Shapes and mesh types of what `function` returns; nothing runs."""
+    avals = jax.make_jaxpr(function)().out_avals
+    return jax.tree.unflatten(jax.tree.structure(jax.eval_shape(function)), avals)
+
+
+def _zeros(aval, lead=(), axes=(AXIS,)):
+    axes = _jax_compat.varying_axes(aval) | set(axes)
+    return vary(jnp.zeros((*lead, *aval.shape), aval.dtype), sorted(axes))
+
+
+def _zeros_like(x):
+    return vary_like(jnp.zeros(x.shape, x.dtype), x)
+
+
+def _buffer(aval, slots: int):
+    return _zeros(aval, (slots,))
+
+
+def _read(buffer, slot):
+    return lax.dynamic_index_in_dim(buffer, jnp.maximum(slot, 0), keepdims=False)
+
+
+def _write(buffer, slot, value):
+    """Writes `value` where slot >= 0; elsewhere the buffer stays as it is."""
+    value = jnp.where(slot >= 0, value, _read(buffer, slot))
+    return lax.dynamic_update_index_in_dim(buffer, value, jnp.maximum(slot, 0), axis=0)

@@ -1,0 +1,197 @@
+"""What `print(plan)` shows: where every array lives, and what each axis sends in a step.
+
+The one idea: everything a layout decides is listed, also where it decided against splitting, so
+that nothing falls back in silence.
+"""
+
+import dataclasses
+import math
+
+import jax
+from flax import nnx
+
+from jaxpar import costs
+from jaxpar.layout import AXES, BATCH_AXES, ZERO_AXES, Layout
+from jaxpar.splits import Split
+
+TOKENS = 1000
+"""Tokens of one device's rows that activations are counted for: a plan knows no batch."""
+
+
+def plan_text(plan) -> str:
+    """The layout, every array with its split and bytes, what each axis sends, and warnings."""
+    model, parameters, others = _arrays(plan)
+    lines = [layout_line(plan.layout), "", "parameters", *_table([_row(a) for a in parameters])]
+    if others:
+        lines += ["", "optimizer state and others", *_table(_grouped(parameters, others))]
+    lines += ["", _totals(parameters, others), "", *_sent(model, plan.layout)]
+    lines += [f"warning: {w}" for w in warnings(plan.layout)]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def layout_line(layout: Layout) -> str:
+    """A layout in one line.
+
+    >>> layout_line(Layout(data=4, tensor=2, microbatches=2))
+    '8 devices: data=4 tensor=2 | zero=1 microbatches=2 remat=none precision=bf16 sequence_parallel'
+    """
+    axes = " ".join(f"{a}={n}" for a, n in layout.axis_sizes.items() if n > 1) or "no axis"
+    rest = [f"{n}={getattr(layout, n)}" for n in ("zero", "microbatches", "remat", "precision")]
+    rest += ["sequence_parallel"] if layout.tensor > 1 and layout.sequence_parallel else []
+    devices = f"{layout.num_devices} device{'s' if layout.num_devices > 1 else ''}"
+    return f"{devices}: {axes} | {' '.join(rest)}"
+
+
+def split_words(split: Split) -> str:
+    """How an array is split: dim/axes for every split dim, or "whole".
+
+    >>> import jax.numpy as jnp
+    >>> split_words(Split("w", (8, 4), jnp.float32, ("embed", "ffn"), (("data",), ("tensor",))))
+    'embed/data, ffn/tensor'
+    """
+    names = [d or f"dim {i}" for i, d in enumerate(split.dims)]
+    parts = [f"{d}/{'+'.join(axes)}" for d, axes in zip(names, split.axes, strict=True) if axes]
+    return ", ".join(parts) or "whole"
+
+
+def warnings(layout: Layout) -> list[str]:
+    """What is legal and probably not meant, or slower than it need be.
+
+    >>> warnings(Layout(tensor=4, zero=3))
+    ['zero=3 has no effect: data, expert and context all have one device']
+    """
+    found = []
+    alone = not layout.present(ZERO_AXES)
+    if layout.zero and alone and layout.num_devices > 1:
+        found.append(f"zero={layout.zero} has no effect: {', '.join(ZERO_AXES[:-1])} and "
+                     f"{ZERO_AXES[-1]} all have one device")  # fmt: skip
+    m = layout.microbatches
+    if layout.zero >= 2 and m > 1 and not alone:
+        gathers = f"gathers every block {2 * m} times and " if layout.zero == 3 else ""
+        found.append(f"zero={layout.zero} with microbatches={m} {gathers}reduces gradients {m} "
+                     "times a step; zero=1 does each once, where its memory fits")  # fmt: skip
+    if layout.replica > 1 and layout.zero == 0:
+        found.append(f"replica={layout.replica} with zero=0 is the same as a larger data")
+    if layout.tensor > 1 and not layout.sequence_parallel:
+        found.append(f"tensor={layout.tensor} without sequence_parallel keeps activations between "
+                     f"blocks {layout.tensor} times, for the same bytes sent")  # fmt: skip
+    return found
+
+
+# ---- which arrays there are
+
+
+@dataclasses.dataclass(frozen=True)
+class _Array:
+    """One array of a state: its name, its shape in the model's own order, split and bytes."""
+
+    name: str
+    shape: tuple[int, ...]
+    split: Split
+    bytes: int
+
+
+def _arrays(plan) -> tuple[nnx.Module, list[_Array], list[_Array]]:
+    """(the abstract model, its arrays, all other arrays), parameters named as in the model."""
+    is_module = lambda v: isinstance(v, nnx.Module)  # noqa: E731
+    flat, _ = jax.tree_util.tree_flatten_with_path(plan.state, is_leaf=is_module)
+    modules = [(keys, v) for keys, v in flat if is_module(v) and hasattr(v, "layers")]
+    inside, model = min(modules, key=lambda item: len(item[0]))  # optimizers hold some, deeper in
+    prefix = jax.tree_util.keystr(inside, simple=True, separator=".") + "."
+    leaves, _ = jax.tree_util.tree_flatten_with_path(plan.state)
+    sizes = costs.state_bytes(plan)
+    parameters, others = [], []
+    for (keys, leaf), split in zip(leaves, plan.splits, strict=True):
+        mine = keys[: len(inside)] == inside
+        name = split.path.removeprefix(prefix) if mine and inside else split.path
+        array = _Array(name, tuple(leaf.shape), split, sizes[split.path])
+        (parameters if mine else others).append(array)
+    return model, parameters, others
+
+
+def _grouped(parameters: list[_Array], others: list[_Array]) -> list[tuple]:
+    """Rows of the other arrays; several that follow parameters, or hold one number, make one."""
+    owners = {p.name: p for p in parameters}
+    families: dict[tuple, list[_Array]] = {}
+    for array in others:
+        names = array.name.split(".")
+        ends = (".".join(names[i:]) for i in range(len(names)))
+        owner = owners.get(next((e for e in ends if e in owners), ""))
+        if owner is None:
+            families[array.name, ""] = [array]
+            continue
+        kind = array.name
+        if (owner.shape, owner.split.axes) == (array.shape, array.split.axes):
+            kind = "each like its parameter"
+        elif math.prod(array.shape) == 1:
+            kind = "each one number, whole"
+        families.setdefault((array.name.removesuffix(owner.name), kind), []).append(array)
+    rows = []
+    for (prefix, kind), members in families.items():
+        if len(members) == 1:
+            rows.append(_row(members[0]))
+            continue
+        types = "+".join(sorted({str(a.split.dtype) for a in members}))
+        size = sum(a.bytes for a in members)
+        rows.append((f"{prefix}*", f"{len(members)} arrays", types, kind, f"{size:,}", ""))
+    return rows
+
+
+# ---- words and columns
+
+
+def _row(array: _Array) -> tuple:
+    shape = " x ".join(map(str, array.shape)) or "one number"
+    split = array.split
+    return (array.name, shape, str(split.dtype), split_words(split), f"{array.bytes:,}",
+            split.note)  # fmt: skip
+
+
+def _table(rows: list[tuple]) -> list[str]:
+    return _columns(("array", "shape", "type", "split (dim/axes)", "bytes/device", "note"), rows,
+                    right=(4,))  # fmt: skip
+
+
+def _columns(head: tuple, rows: list[tuple], right: tuple[int, ...]) -> list[str]:
+    rows = [head, *rows]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+    return ["  " + "  ".join(cell.rjust(w) if i in right else cell.ljust(w)
+                             for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
+            for row in rows]  # fmt: skip
+
+
+def _totals(parameters: list[_Array], others: list[_Array]) -> str:
+    count = sum(math.prod(a.shape) for a in parameters)
+    mine, rest = (sum(a.bytes for a in group) for group in (parameters, others))
+    return (f"{count:,} parameters; on each device {mine:,} bytes of parameters, {rest:,} of other "
+            f"state, {mine + rest:,} in all ({(mine + rest) / 2**30:.3f} GiB)")  # fmt: skip
+
+
+def _sent(model, layout: Layout) -> list[str]:
+    try:
+        parameters = costs.parameter_traffic(model, layout)
+        one = dataclasses.replace(layout, microbatches=1)
+        rows = layout.size(BATCH_AXES)
+        activations = costs.activation_traffic(model, one, rows, TOKENS)
+    except ValueError as error:
+        return [f"what each axis sends per step: not known ({error})"]
+    if not parameters and not activations:
+        return ["nothing is sent: one device"]
+    lines = ["what each device sends per step, parameters and gradients", *_sums(parameters)]
+    inner = [t for t in activations if t.axes == ("tensor",)]
+    if inner:
+        lines += [f"and for every {TOKENS:,} tokens of its rows, activations", *_sums(inner)]
+    return lines
+
+
+def _sums(transfers: list[costs.Transfer]) -> list[str]:
+    groups: dict[tuple, list[costs.Transfer]] = {}
+    for t in sorted(transfers, key=lambda t: [AXES.index(a) for a in t.axes]):
+        groups.setdefault((t.axes, t.op), []).append(t)
+    rows = []
+    for (axes, op), members in groups.items():
+        numbers = (sum(t.count for t in members), sum(t.total_bytes for t in members),
+                   sum(t.wire_bytes for t in members))  # fmt: skip
+        rows.append(("+".join(axes), op, *(f"{n:,}" for n in numbers)))
+    return _columns(("axes", "operation", "executions", "payload bytes", "bytes sent"), rows,
+                    right=(2, 3, 4))  # fmt: skip
