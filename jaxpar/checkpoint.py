@@ -30,8 +30,10 @@ class Checkpoint:
         for name, value in (("every", every), ("keep", keep)):
             whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
             if not whole and not (name == "keep" and value is None):
-                raise ValueError(f"{name}={value!r} is not a number of steps or checkpoints; "
-                                 "use a whole number from 1 up")  # fmt: skip
+                raise ValueError(
+                    f"{name}={value!r} is not a number of steps or checkpoints; "
+                    "use a whole number from 1 up"
+                )
         self.directory = Path(directory).absolute()
         if self.directory.exists() and not self.directory.is_dir():
             raise ValueError(f"{directory} is a file; a checkpoint directory is a folder or new")
@@ -119,16 +121,23 @@ class Checkpoint:
     def _abstract(self) -> list[tuple[tuple[str, ...], jax.ShapeDtypeStruct]]:
         """(path, shape, type and sharding) of every array that is on disk."""
         named, places = _named(self.plan.state), jax.tree.leaves(self.plan.canonical_shardings)
-        return [(keys, jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place))
-                for (keys, a), place in zip(named, places, strict=True)]  # fmt: skip
+        return [
+            (keys, jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place))
+            for (keys, a), place in zip(named, places, strict=True)
+        ]
 
 
 def _named(tree) -> list[tuple[tuple[str, ...], Any]]:
     """(path, array) of every leaf, in leaf order; the path of a variable is its module's."""
     is_variable = lambda v: isinstance(v, nnx.Variable)  # noqa: E731
     flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_variable)
-    return [(tuple(jax.tree_util.keystr((k,), simple=True) for k in keys),
-             leaf.get_value() if is_variable(leaf) else leaf) for keys, leaf in flat]  # fmt: skip
+    return [
+        (
+            tuple(jax.tree_util.keystr((k,), simple=True) for k in keys),
+            leaf.get_value() if is_variable(leaf) else leaf,
+        )
+        for keys, leaf in flat
+    ]
 
 
 def _nest(named) -> dict:
@@ -159,8 +168,10 @@ def _check(saved, wanted, where: str) -> None:
             lines.append(f"{path}: not saved, expected {want}")
         elif (tuple(have.shape), have.dtype) != (leaf.shape, leaf.dtype):
             lines.append(f"{path}: saved {have.dtype}{list(have.shape)}, expected {want}")
-    lines += [f"{'.'.join(keys)}: saved {have.dtype}{list(have.shape)}, expected nothing"
-              for keys, have in found.items()]  # fmt: skip
+    lines += [
+        f"{'.'.join(keys)}: saved {have.dtype}{list(have.shape)}, expected nothing"
+        for keys, have in found.items()
+    ]
     if lines:
         more = f" and {len(lines) - 8} more" if len(lines) > 8 else ""
         raise ValueError(

@@ -41,33 +41,76 @@ class Chip:
 
 
 _AMPERE = dict(
-    compute_capability=(8, 0), accelerated_features=False, core_count=108, fpus_per_core=64,
-    clock_ghz=1.41, l2_bytes=41_943_040, shared_memory_per_core=167_936,
-    shared_memory_per_block_optin=166_912, peak_bf16_flops=312.0 * TERA,
+    compute_capability=(8, 0),
+    accelerated_features=False,
+    core_count=108,
+    fpus_per_core=64,
+    clock_ghz=1.41,
+    l2_bytes=41_943_040,
+    shared_memory_per_core=167_936,
+    shared_memory_per_block_optin=166_912,
+    peak_bf16_flops=312.0 * TERA,
     nvlink_bandwidth=300.0 * GIGA,
-)  # fmt: skip
+)
 _HOPPER = dict(
-    compute_capability=(9, 0), accelerated_features=True, core_count=132, fpus_per_core=128,
-    clock_ghz=1.98, l2_bytes=52_428_800, shared_memory_per_core=233_472,
-    shared_memory_per_block_optin=232_448, peak_bf16_flops=989.4 * TERA,
+    compute_capability=(9, 0),
+    accelerated_features=True,
+    core_count=132,
+    fpus_per_core=128,
+    clock_ghz=1.98,
+    l2_bytes=52_428_800,
+    shared_memory_per_core=233_472,
+    shared_memory_per_block_optin=232_448,
+    peak_bf16_flops=989.4 * TERA,
     nvlink_bandwidth=450.0 * GIGA,
-)  # fmt: skip
+)
 
 _ROWS = (
-    Chip(name="a100-40gb", device_kinds=("NVIDIA A100-SXM4-40GB",), memory_bytes=42_331_013_120,
-         memory_bandwidth=1_555_200_000_000, **_AMPERE),
-    Chip(name="a100-80gb", device_kinds=("NVIDIA A100-SXM4-80GB",), memory_bytes=85_100_068_864,
-         memory_bandwidth=2_039_040_000_000, **_AMPERE),
-    Chip(name="h100-80gb", device_kinds=("NVIDIA H100 80GB HBM3",), memory_bytes=84_942_979_072,
-         memory_bandwidth=3_352_320_000_000, **_HOPPER),
-    Chip(name="h200-141gb", device_kinds=("NVIDIA H200 141GB HBM3e", "NVIDIA H200"),
-         memory_bytes=151_397_597_184, memory_bandwidth=4_800_000_000_000, **_HOPPER),
-    Chip(name="b200-180gb", device_kinds=("NVIDIA B200",), memory_bytes=191_514_411_008,
-         memory_bandwidth=7_672_320_000_000, compute_capability=(10, 0), accelerated_features=True,
-         core_count=148, fpus_per_core=128, clock_ghz=1.965, l2_bytes=132_644_864,
-         shared_memory_per_core=233_472, shared_memory_per_block_optin=232_448,
-         peak_bf16_flops=2250.0 * TERA, nvlink_bandwidth=900.0 * GIGA),
-)  # fmt: skip
+    Chip(
+        name="a100-40gb",
+        device_kinds=("NVIDIA A100-SXM4-40GB",),
+        memory_bytes=42_331_013_120,
+        memory_bandwidth=1_555_200_000_000,
+        **_AMPERE,
+    ),
+    Chip(
+        name="a100-80gb",
+        device_kinds=("NVIDIA A100-SXM4-80GB",),
+        memory_bytes=85_100_068_864,
+        memory_bandwidth=2_039_040_000_000,
+        **_AMPERE,
+    ),
+    Chip(
+        name="h100-80gb",
+        device_kinds=("NVIDIA H100 80GB HBM3",),
+        memory_bytes=84_942_979_072,
+        memory_bandwidth=3_352_320_000_000,
+        **_HOPPER,
+    ),
+    Chip(
+        name="h200-141gb",
+        device_kinds=("NVIDIA H200 141GB HBM3e", "NVIDIA H200"),
+        memory_bytes=151_397_597_184,
+        memory_bandwidth=4_800_000_000_000,
+        **_HOPPER,
+    ),
+    Chip(
+        name="b200-180gb",
+        device_kinds=("NVIDIA B200",),
+        memory_bytes=191_514_411_008,
+        memory_bandwidth=7_672_320_000_000,
+        compute_capability=(10, 0),
+        accelerated_features=True,
+        core_count=148,
+        fpus_per_core=128,
+        clock_ghz=1.965,
+        l2_bytes=132_644_864,
+        shared_memory_per_core=233_472,
+        shared_memory_per_block_optin=232_448,
+        peak_bf16_flops=2250.0 * TERA,
+        nvlink_bandwidth=900.0 * GIGA,
+    ),
+)
 
 CHIPS: Mapping[str, Chip] = {chip.name: chip for chip in _ROWS}
 """Short name -> GPU."""

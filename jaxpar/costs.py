@@ -71,15 +71,20 @@ def matmul_parameters(model) -> int:
         dims = leaf.get_metadata().get("dims") if is_variable(leaf) else None
         if dims is None and len(shape) > 1:
             path = jax.tree_util.keystr(keys, simple=True, separator=".")
-            raise ValueError(f"{path} {shape} does not name its dims, so its operations are not "
-                             "known; make it with jaxpar.nn.param(value, dims)")  # fmt: skip
+            raise ValueError(
+                f"{path} {shape} does not name its dims, so its operations are not "
+                "known; make it with jaxpar.nn.param(value, dims)"
+            )
         inner = {d for d in dims or () if d != "layers"}
         if inner == {"vocab", "embed"}:
             head = math.prod(shape)
         elif "embed" in inner and len(inner) > 1 and "positions" not in inner:
             active = {"experts", "ffn"} <= inner
-            count += (math.prod(shape) * model.config.experts_per_token // model.config.num_experts
-                      if active else math.prod(shape))  # fmt: skip
+            count += (
+                math.prod(shape) * model.config.experts_per_token // model.config.num_experts
+                if active
+                else math.prod(shape)
+            )
     return count + head
 
 
@@ -88,8 +93,7 @@ def matmul_parameters(model) -> int:
 
 def state_bytes(plan) -> dict[str, int]:
     """Path -> bytes one device stores, for every array of a plan's state, in its order."""
-    return {s.path: math.prod(stored_shape(s, plan.layout)) * s.dtype.itemsize
-            for s in plan.splits}  # fmt: skip
+    return {s.path: math.prod(stored_shape(s, plan.layout)) * s.dtype.itemsize for s in plan.splits}
 
 
 # ---- bytes sent
@@ -141,8 +145,11 @@ def parameter_traffic(model, layout: Layout) -> list[Transfer]:
     _check_axes(layout)
     parts = take_apart(model, layout)
     uses = fetches(model, parts, layout) if layout.zero == 3 else (1,) * len(parts.splits)
-    return [row for split, inside, times in zip(parts.splits, parts.is_layer, uses, strict=True)
-            for row in _parameter(split, inside, times, layout)]  # fmt: skip
+    return [
+        row
+        for split, inside, times in zip(parts.splits, parts.is_layer, uses, strict=True)
+        for row in _parameter(split, inside, times, layout)
+    ]
 
 
 def _parameter(split: Split, inside: bool, uses: int, layout: Layout) -> list[Transfer]:
@@ -150,16 +157,19 @@ def _parameter(split: Split, inside: bool, uses: int, layout: Layout) -> list[Tr
     each_block = inside and layout.zero == 3
     there = layout.microbatches * uses * blocks if layout.zero == 3 else 1
     item = jnp.dtype(COMPUTE[layout.precision]).itemsize
-    rows = [Transfer(split.path, op, axes, there, n * item, layout.size(axes))
-            for op, axes, n in _moves(split, each_block, layout)]  # fmt: skip
+    rows = [
+        Transfer(split.path, op, axes, there, n * item, layout.size(axes))
+        for op, axes, n in _moves(split, each_block, layout)
+    ]
     each_block = inside and layout.zero >= 2
     back = layout.microbatches * blocks if layout.zero >= 2 else 1
     opposite = {"all-gather": "reduce-scatter", "all-to-all": "all-to-all"}
     moves = [(opposite[op], axes, n) for op, axes, n in _moves(split, each_block, layout)]
     if split.vary_axes:
         moves.append(("all-reduce", split.vary_axes, _stored(split, each_block, layout)))
-    return rows + [Transfer(split.path, op, axes, back, n * FP32, layout.size(axes))
-                   for op, axes, n in moves]  # fmt: skip
+    return rows + [
+        Transfer(split.path, op, axes, back, n * FP32, layout.size(axes)) for op, axes, n in moves
+    ]
 
 
 def _stored(split: Split, one_layer: bool, layout: Layout) -> int:
@@ -190,8 +200,12 @@ def fetches(model, parts: Parts, layout: Layout) -> tuple[int, ...]:
     outer = parts.outer(leaves)
     layers = [jax.ShapeDtypeStruct(w.shape[1:], compute) for w in parts.layers(leaves)]
     shape = jax.ShapeDtypeStruct((1, 8), jnp.int32)
-    batch = dict(tokens=shape, targets=shape, positions=shape,
-                 weights=jax.ShapeDtypeStruct((1, 8), jnp.float32))  # fmt: skip
+    batch = dict(
+        tokens=shape,
+        targets=shape,
+        positions=shape,
+        weights=jax.ShapeDtypeStruct((1, 8), jnp.float32),
+    )
 
     def prepare(batch):
         batch = {**batch, "settings": Settings(), "rows": jnp.arange(1)}
@@ -210,8 +224,9 @@ def fetches(model, parts: Parts, layout: Layout) -> tuple[int, ...]:
     first = _reads(embed, outer, batch)
     last = _reads(loss, outer, x, batch) if hasattr(model, "loss") else [not r for r in first]
     again = _read_by_backward(block, layers, x, batch, layout.remat)
-    return tuple(parts.join([a + b for a, b in zip(first, last, strict=True)],
-                            [1 + r for r in again]))  # fmt: skip
+    return tuple(
+        parts.join([a + b for a, b in zip(first, last, strict=True)], [1 + r for r in again])
+    )
 
 
 def _read_by_backward(block, weights: list, x, batch, remat: str) -> list[bool]:
@@ -261,30 +276,49 @@ def activation_traffic(model, layout: Layout, global_batch: int, seq_len: int) -
     remat = layout.remat != "none"
     gather, scatter, both = "all-gather", "reduce-scatter", "all-reduce"
     if layout.sequence_parallel:
-        table = [("embedding forward", scatter, 1), ("embedding backward", gather, 1),
-                 ("blocks forward", gather, 2 * layers), ("blocks forward", scatter, 2 * layers),
-                 ("blocks backward", gather, 2 * layers), ("blocks backward", scatter, 2 * layers),
-                 ("blocks recomputed", gather, 2 * layers * remat),
-                 ("blocks recomputed", scatter, layers * remat),
-                 ("head forward", gather, 1), ("head backward", scatter, 1)]  # fmt: skip
+        table = [
+            ("embedding forward", scatter, 1),
+            ("embedding backward", gather, 1),
+            ("blocks forward", gather, 2 * layers),
+            ("blocks forward", scatter, 2 * layers),
+            ("blocks backward", gather, 2 * layers),
+            ("blocks backward", scatter, 2 * layers),
+            ("blocks recomputed", gather, 2 * layers * remat),
+            ("blocks recomputed", scatter, layers * remat),
+            ("head forward", gather, 1),
+            ("head backward", scatter, 1),
+        ]
     else:
-        table = [("embedding forward", both, 1), ("blocks forward", both, 2 * layers),
-                 ("blocks backward", both, 2 * layers), ("head backward", both, 1),
-                 ("blocks recomputed", both, layers * remat)]  # fmt: skip
-    rows += [Transfer(what, op, ("tensor",), m * count, size, layout.tensor)
-             for what, op, count in table if count]  # fmt: skip
+        table = [
+            ("embedding forward", both, 1),
+            ("blocks forward", both, 2 * layers),
+            ("blocks backward", both, 2 * layers),
+            ("head backward", both, 1),
+            ("blocks recomputed", both, layers * remat),
+        ]
+    rows += [
+        Transfer(what, op, ("tensor",), m * count, size, layout.tensor)
+        for what, op, count in table
+        if count
+    ]
     chunks = -(-tokens // CHUNK)
     chunk = -(-tokens // chunks)
-    rows += [Transfer(f"cross entropy, {what}", both, ("tensor",), m * chunks, chunk * n * FP32,
-                      layout.tensor)
-             for what, n in (("maximum", 1), ("sum and target", 2))]  # fmt: skip
+    rows += [
+        Transfer(
+            f"cross entropy, {what}", both, ("tensor",), m * chunks, chunk * n * FP32, layout.tensor
+        )
+        for what, n in (("maximum", 1), ("sum and target", 2))
+    ]
     return rows
 
 
 def _reductions_of_loss(layout: Layout) -> list[Transfer]:
     axes = layout.present(BATCH_AXES)
-    return [Transfer(what, "all-reduce", axes, 1, FP32, layout.size(axes))
-            for what in ("loss", "count of tokens") if axes]  # fmt: skip
+    return [
+        Transfer(what, "all-reduce", axes, 1, FP32, layout.size(axes))
+        for what in ("loss", "count of tokens")
+        if axes
+    ]
 
 
 def _check_axes(layout: Layout) -> None:

@@ -36,8 +36,9 @@ def axes_of(dim: str | None, rules: Mapping[str, Sequence[str]] = RULES) -> tupl
         raise ValueError(f"there is no rule for a dim {dim!r}; {nearest(dim, rules)}")
     for axis in rules[dim]:
         if axis not in AXES:
-            raise ValueError(f"the rule for dim {dim!r} names an axis {axis!r}; "
-                             f"{nearest(axis, AXES)}")  # fmt: skip
+            raise ValueError(
+                f"the rule for dim {dim!r} names an axis {axis!r}; {nearest(axis, AXES)}"
+            )
     return tuple(rules[dim])
 
 
@@ -58,15 +59,19 @@ def spec(
     PartitionSpec(None, None)
     """
     if shape is not None and len(shape) != len(dims):
-        raise ValueError(f"dims {tuple(dims)} name {len(dims)} dimensions, "
-                         f"the shape {tuple(shape)} has {len(shape)}")  # fmt: skip
+        raise ValueError(
+            f"dims {tuple(dims)} name {len(dims)} dimensions, "
+            f"the shape {tuple(shape)} has {len(shape)}"
+        )
     entries, owner = [], {}
     for i, dim in enumerate(dims):
         axes = tuple(a for a in axes_of(dim, rules) if mesh.shape.get(a, 1) > 1)
         for axis in axes:
             if axis in owner:
-                raise ValueError(f"dims {owner[axis]!r} and {dim!r} of one array are both split "
-                                 f"over {axis}; an axis can split one of them")  # fmt: skip
+                raise ValueError(
+                    f"dims {owner[axis]!r} and {dim!r} of one array are both split "
+                    f"over {axis}; an axis can split one of them"
+                )
             owner[axis] = dim
         if shape is not None:
             _check_divides(dim, shape[i], axes, mesh)
@@ -80,5 +85,7 @@ def _check_divides(dim, size, axes, mesh):
         parts *= mesh.shape[axis]
     if size % parts:
         words = " x ".join(f"{a}={mesh.shape[a]}" for a in axes)
-        raise ValueError(f"dim {dim!r} of size {size} does not split into {words} = {parts} equal "
-                         f"parts; use a size that is a multiple of {parts}")  # fmt: skip
+        raise ValueError(
+            f"dim {dim!r} of size {size} does not split into {words} = {parts} equal "
+            f"parts; use a size that is a multiple of {parts}"
+        )

@@ -72,8 +72,10 @@ def _linear(prefix: str, theirs: str, ours: str, kind: str = "columns") -> tuple
     """The weight and, where the model has one, the bias of a product."""
     params = lambda leaf: tuple(f"layers.{p}.{leaf}" for p in ours.split())  # noqa: E731
     bias = "same" if kind == "rows" else kind
-    return (Row(f"{prefix}{theirs}.weight", params("weight"), kind),
-            Row(f"{prefix}{theirs}.bias", params("bias"), bias))  # fmt: skip
+    return (
+        Row(f"{prefix}{theirs}.weight", params("weight"), kind),
+        Row(f"{prefix}{theirs}.bias", params("bias"), bias),
+    )
 
 
 _LAYER = "model.layers.{}."
@@ -83,8 +85,11 @@ LLAMA = Family(
     outputs_first=True,
     rows=(
         *_rows("model.", ("embed_tokens.weight", "embedding.table"), ("norm.weight", "norm.scale")),
-        *_rows(_LAYER, ("input_layernorm.weight", "layers.attention_norm.scale"),
-               ("post_attention_layernorm.weight", "layers.mlp_norm.scale")),
+        *_rows(
+            _LAYER,
+            ("input_layernorm.weight", "layers.attention_norm.scale"),
+            ("post_attention_layernorm.weight", "layers.mlp_norm.scale"),
+        ),
         *_linear(_LAYER, "self_attn.q_proj", "attention.query"),
         *_linear(_LAYER, "self_attn.k_proj", "attention.key"),
         *_linear(_LAYER, "self_attn.v_proj", "attention.value"),
@@ -97,15 +102,20 @@ LLAMA = Family(
     zeros={"layers.attention.out.bias": "layers.attention.query.bias"},
     buffers=("rotary_emb.inv_freq",),
     fields={
-        "vocab_size": ("vocab_size", REQUIRED), "num_layers": ("num_hidden_layers", REQUIRED),
-        "embed_dim": ("hidden_size", REQUIRED), "num_heads": ("num_attention_heads", REQUIRED),
-        "num_kv_heads": ("num_key_value_heads", None), "head_dim": ("head_dim", None),
+        "vocab_size": ("vocab_size", REQUIRED),
+        "num_layers": ("num_hidden_layers", REQUIRED),
+        "embed_dim": ("hidden_size", REQUIRED),
+        "num_heads": ("num_attention_heads", REQUIRED),
+        "num_kv_heads": ("num_key_value_heads", None),
+        "head_dim": ("head_dim", None),
         "ffn_dim": ("intermediate_size", REQUIRED),
-        "max_seq_len": ("max_position_embeddings", 2048), "norm_eps": ("rms_norm_eps", 1e-6),
-        "tie_embeddings": ("tie_word_embeddings", False), "qkv_bias": ("attention_bias", False),
+        "max_seq_len": ("max_position_embeddings", 2048),
+        "norm_eps": ("rms_norm_eps", 1e-6),
+        "tie_embeddings": ("tie_word_embeddings", False),
+        "qkv_bias": ("attention_bias", False),
     },
     fixed={"hidden_act": ("silu", "swish"), "mlp_bias": (False,), "quantization_config": (None,)},
-)  # fmt: skip
+)
 
 _LAYER = "transformer.h.{}."
 GPT2 = Family(
@@ -113,11 +123,20 @@ GPT2 = Family(
     prefix="transformer.",
     outputs_first=False,
     rows=(
-        *_rows("transformer.", ("wte.weight", "embedding.table"), ("wpe.weight", "positions"),
-               ("ln_f.weight", "norm.scale"), ("ln_f.bias", "norm.bias")),
-        *_rows(_LAYER, ("ln_1.weight", "layers.attention_norm.scale"),
-               ("ln_1.bias", "layers.attention_norm.bias"),
-               ("ln_2.weight", "layers.mlp_norm.scale"), ("ln_2.bias", "layers.mlp_norm.bias")),
+        *_rows(
+            "transformer.",
+            ("wte.weight", "embedding.table"),
+            ("wpe.weight", "positions"),
+            ("ln_f.weight", "norm.scale"),
+            ("ln_f.bias", "norm.bias"),
+        ),
+        *_rows(
+            _LAYER,
+            ("ln_1.weight", "layers.attention_norm.scale"),
+            ("ln_1.bias", "layers.attention_norm.bias"),
+            ("ln_2.weight", "layers.mlp_norm.scale"),
+            ("ln_2.bias", "layers.mlp_norm.bias"),
+        ),
         *_linear(_LAYER, "attn.c_attn", "attention.query attention.key attention.value"),
         *_linear(_LAYER, "attn.c_proj", "attention.out", "rows"),
         *_linear(_LAYER, "mlp.c_fc", "mlp.up"),
@@ -127,23 +146,34 @@ GPT2 = Family(
     zeros={},
     buffers=(".attn.bias", ".attn.masked_bias"),
     fields={
-        "vocab_size": ("vocab_size", REQUIRED), "num_layers": ("n_layer", REQUIRED),
-        "embed_dim": ("n_embd", REQUIRED), "num_heads": ("n_head", REQUIRED),
-        "ffn_dim": ("n_inner", None), "max_seq_len": ("n_positions", 1024),
-        "norm_eps": ("layer_norm_epsilon", 1e-5), "tie_embeddings": ("tie_word_embeddings", True),
+        "vocab_size": ("vocab_size", REQUIRED),
+        "num_layers": ("n_layer", REQUIRED),
+        "embed_dim": ("n_embd", REQUIRED),
+        "num_heads": ("n_head", REQUIRED),
+        "ffn_dim": ("n_inner", None),
+        "max_seq_len": ("n_positions", 1024),
+        "norm_eps": ("layer_norm_epsilon", 1e-5),
+        "tie_embeddings": ("tie_word_embeddings", True),
     },
-    fixed={"activation_function": ("gelu_new", "gelu_pytorch_tanh"), "scale_attn_weights": (True,),
-           "scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,),
-           "quantization_config": (None,)},
+    fixed={
+        "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+        "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+        "add_cross_attention": (False,),
+        "quantization_config": (None,),
+    },
     unused=("rope_theta", "rope_scaling", "qkv_bias"),
-)  # fmt: skip
+)
 
 FAMILIES = {"llama": LLAMA, "gpt2": GPT2}
 """Module of `jaxpar.models`, which is also `model_type` in config.json -> what they call it."""
 
-_LLAMA3 = {"factor": "factor", "low_freq_factor": "low_freq_factor",
-           "high_freq_factor": "high_freq_factor",
-           "original_max_len": "original_max_position_embeddings"}  # fmt: skip
+_LLAMA3 = {
+    "factor": "factor",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "original_max_len": "original_max_position_embeddings",
+}
 
 
 def find_family(name, found: str) -> Family:
@@ -168,8 +198,10 @@ def config_from_hugging_face(config: Mapping[str, Any]):
     table = find_family(name, "config.json has model_type")
     for key, allowed in table.fixed.items():
         if config.get(key, allowed[0]) not in allowed:
-            raise ValueError(f"config.json has {key}={config[key]!r}; jaxpar's {name} computes "
-                             f"{key}={allowed[0]!r} and nothing else")  # fmt: skip
+            raise ValueError(
+                f"config.json has {key}={config[key]!r}; jaxpar's {name} computes "
+                f"{key}={allowed[0]!r} and nothing else"
+            )
     values, missing = {}, []
     for ours, (theirs, default) in table.fields.items():
         found = config.get(theirs)
@@ -177,14 +209,18 @@ def config_from_hugging_face(config: Mapping[str, Any]):
         if values[ours] is REQUIRED:
             missing.append(theirs)
     if missing:
-        raise ValueError(f"config.json of a {name} has no {', '.join(missing)}; give the whole "
-                         "file, not a part of it")  # fmt: skip
+        raise ValueError(
+            f"config.json of a {name} has no {', '.join(missing)}; give the whole "
+            "file, not a part of it"
+        )
     heads, embed = values["num_heads"], values["embed_dim"]
     values["num_kv_heads"] = values.get("num_kv_heads") or heads
     values["ffn_dim"] = values["ffn_dim"] or 4 * embed
     if not values.get("head_dim") and embed % heads:
-        raise ValueError(f"{heads} heads do not divide the {embed} features of the embedding; "
-                         "config.json must say head_dim or sizes that divide")  # fmt: skip
+        raise ValueError(
+            f"{heads} heads do not divide the {embed} features of the embedding; "
+            "config.json must say head_dim or sizes that divide"
+        )
     values["head_dim"] = values.get("head_dim") or embed // heads
     rotary = {} if "rope_theta" in table.unused else _rotary(config)
     return importlib.import_module("jaxpar.models.config").DecoderConfig(**values, **rotary)
@@ -196,18 +232,24 @@ def _rotary(config: Mapping[str, Any]) -> dict:
     theta = float(rope.get("rope_theta", config.get("rope_theta", 10_000.0)))
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "llama3"):
-        raise ValueError(f"config.json scales rotary embeddings with rope_type={kind!r}; jaxpar "
-                         "has default and llama3")  # fmt: skip
+        raise ValueError(
+            f"config.json scales rotary embeddings with rope_type={kind!r}; jaxpar "
+            "has default and llama3"
+        )
     partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
     if partial != 1.0:
-        raise ValueError(f"config.json has partial_rotary_factor={partial}; jaxpar rotates whole "
-                         "heads, so it must be 1.0")  # fmt: skip
+        raise ValueError(
+            f"config.json has partial_rotary_factor={partial}; jaxpar rotates whole "
+            "heads, so it must be 1.0"
+        )
     if kind == "default":
         return {"rope_theta": theta}
     missing = [key for key in _LLAMA3.values() if key not in rope]
     if missing:
-        raise ValueError(f"config.json has rope_type='llama3' without {', '.join(missing)}; all of "
-                         f"{', '.join(_LLAMA3.values())} are needed")  # fmt: skip
+        raise ValueError(
+            f"config.json has rope_type='llama3' without {', '.join(missing)}; all of "
+            f"{', '.join(_LLAMA3.values())} are needed"
+        )
     scaling = RopeScaling(**{ours: rope[theirs] for ours, theirs in _LLAMA3.items()})
     return {"rope_theta": theta, "rope_scaling": scaling}
 
@@ -227,12 +269,18 @@ def config_to_hugging_face(config, family: str) -> dict[str, Any]:
     out |= {key: allowed[0] for key, allowed in table.fixed.items() if allowed[0] is not None}
     if "rope_theta" not in table.unused:
         out["rope_theta"], scaling = config.rope_theta, config.rope_scaling
-        out["rope_scaling"] = None if scaling is None else {"rope_type": "llama3"} | {
-            theirs: getattr(scaling, ours) for ours, theirs in _LLAMA3.items()}  # fmt: skip
+        out["rope_scaling"] = (
+            None
+            if scaling is None
+            else {"rope_type": "llama3"}
+            | {theirs: getattr(scaling, ours) for ours, theirs in _LLAMA3.items()}
+        )
     back = config_from_hugging_face(out)
     for field in dataclasses.fields(config):
         had, kept = getattr(config, field.name), getattr(back, field.name)
         if had != kept and field.name not in (*table.unused, "dropout"):
-            raise ValueError(f"{field.name}={had} has no place in the config of {family} in "
-                             f"transformers, where it would be {kept}; use {kept}")  # fmt: skip
+            raise ValueError(
+                f"{field.name}={had} has no place in the config of {family} in "
+                f"transformers, where it would be {kept}; use {kept}"
+            )
     return out

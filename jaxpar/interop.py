@@ -26,9 +26,14 @@ from jaxpar.families import (
 )
 
 __all__ = [
-    "FileTensor", "config_from_hugging_face", "config_to_hugging_face", "from_hugging_face",
-    "load_hugging_face", "load_safetensors_folder", "to_hugging_face",
-]  # fmt: skip
+    "FileTensor",
+    "config_from_hugging_face",
+    "config_to_hugging_face",
+    "from_hugging_face",
+    "load_hugging_face",
+    "load_safetensors_folder",
+    "to_hugging_face",
+]
 
 MAX_LINES = 12
 """Tensors that an error lists before it counts the rest."""
@@ -118,8 +123,10 @@ def _take_apart(model: nnx.Module) -> tuple[Family, dict[str, Any]]:
     leaves = {_path(k): leaf for k, leaf in jax.tree_util.tree_flatten_with_path(model)[0]}
     homeless = sorted(set(leaves) - {path for row in table.rows for path in row.params})
     if homeless:
-        raise ValueError(f"{table.architecture} of transformers has no {', '.join(homeless)}; use "
-                         "a config without these parameters")  # fmt: skip
+        raise ValueError(
+            f"{table.architecture} of transformers has no {', '.join(homeless)}; use "
+            "a config without these parameters"
+        )
     return table, leaves
 
 
@@ -169,8 +176,11 @@ def _zero_biases(leaves: Mapping[str, Any], table: Family) -> list[str]:
 def _full_names(tensors: Mapping[str, Any], table: Family) -> dict[str, Any]:
     """The weights under full names, also where a file holds the decoder without its head."""
     prefix = "" if any(name.startswith(table.prefix) for name in tensors) else table.prefix
-    return {name if name.startswith("lm_head.") else prefix + name: tensor
-            for name, tensor in tensors.items() if not name.endswith(table.buffers)}  # fmt: skip
+    return {
+        name if name.startswith("lm_head.") else prefix + name: tensor
+        for name, tensor in tensors.items()
+        if not name.endswith(table.buffers)
+    }
 
 
 def _check(leaves: Mapping[str, Any], tensors: Mapping[str, Any], table: Family) -> None:
@@ -193,15 +203,19 @@ def _check(leaves: Mapping[str, Any], tensors: Mapping[str, Any], table: Family)
     lines += [f"{name}: found {list(a.shape)}, expected nothing" for name, a in left.items()]
     if lines:
         more = f"; and {len(lines) - MAX_LINES} more" if len(lines) > MAX_LINES else ""
-        raise ValueError(f"the tensors do not fit the model: {'; '.join(lines[:MAX_LINES])}{more}; "
-                         "make the model from the config.json that belongs to them")  # fmt: skip
+        raise ValueError(
+            f"the tensors do not fit the model: {'; '.join(lines[:MAX_LINES])}{more}; "
+            "make the model from the config.json that belongs to them"
+        )
 
 
 def _fp32(tensor, name: str) -> np.ndarray:
     array = np.asarray(tensor)
     if array.dtype not in (np.float32, np.float16, jnp.bfloat16):
-        raise ValueError(f"{name} is of type {array.dtype}; fp32 holds float32, float16 and "
-                         "bfloat16 exactly, so convert it to one of these first")  # fmt: skip
+        raise ValueError(
+            f"{name} is of type {array.dtype}; fp32 holds float32, float16 and "
+            "bfloat16 exactly, so convert it to one of these first"
+        )
     return array.astype(np.float32)
 
 
@@ -243,14 +257,17 @@ def _files(folder: Path) -> list[Path]:
         files = sorted({folder / f for f in json.loads(index.read_text())["weight_map"].values()})
         missing = [f.name for f in files if not f.exists()]
         if missing:
-            raise ValueError(f"{folder} has no {', '.join(missing)}, which {index.name} names; "
-                             "fetch the missing files")  # fmt: skip
+            raise ValueError(
+                f"{folder} has no {', '.join(missing)}, which {index.name} names; "
+                "fetch the missing files"
+            )
         return files
     files = sorted(folder.glob("*.safetensors"))
     if len(files) != 1:
         found = ", ".join(f.name for f in files) or "none"
-        raise ValueError(f"{folder} has no {index.name}, so it must have one *.safetensors file; "
-                         f"found {found}")  # fmt: skip
+        raise ValueError(
+            f"{folder} has no {index.name}, so it must have one *.safetensors file; found {found}"
+        )
     return files
 
 
@@ -258,5 +275,7 @@ def _safetensors():
     try:
         return importlib.import_module("safetensors")
     except ImportError:
-        raise ValueError("reading *.safetensors needs the package safetensors, which is not "
-                         "installed; run pip install safetensors") from None  # fmt: skip
+        raise ValueError(
+            "reading *.safetensors needs the package safetensors, which is not "
+            "installed; run pip install safetensors"
+        ) from None

@@ -217,7 +217,8 @@ def load_layout(name: str | Path) -> Layout:
         return Layout.from_toml(path.read_text(), text_name)
     if text_name not in layout_names():
         raise ValueError(
-            f"there is no layout {text_name!r} in mesh_configs; {nearest(text_name, layout_names())}"
+            f"there is no layout {text_name!r} in mesh_configs; "
+            f"{nearest(text_name, layout_names())}"
         )
     return Layout.from_toml(
         files("jaxpar.mesh_configs").joinpath(f"{text_name}.toml").read_text(), text_name

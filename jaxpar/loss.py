@@ -40,9 +40,12 @@ def cross_entropy(
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def token_losses(
-    x: Float[Array, "n D"], table: Float[Array, "v D"], targets: Int[Array, "n"],
-    vocab_size: int, axes: tuple[str, ...],
-) -> Float[Array, "n"]:  # fmt: skip
+    x: Float[Array, "n D"],
+    table: Float[Array, "v D"],
+    targets: Int[Array, "n"],
+    vocab_size: int,
+    axes: tuple[str, ...],
+) -> Float[Array, "n"]:
     """-log softmax(x . table^T)[target] for every token, fp32.
 
     Sends three numbers per token over `axes`: the maximum, then the sum of exponentials and the
@@ -57,9 +60,9 @@ def _losses(x, table, targets, vocab_size, axes):
         logits, column = _logits(xc, table, tc, vocab_size, axes)
         top = _over(lax.pmax, lax.stop_gradient(logits.max(axis=-1)), axes)
         at_target = jnp.take_along_axis(logits, jnp.maximum(column, 0)[:, None], axis=-1)[:, 0]
-        parts = jnp.stack([
-            jnp.exp(logits - top[:, None]).sum(axis=-1), jnp.where(column >= 0, at_target, 0)
-        ])  # fmt: skip
+        parts = jnp.stack(
+            [jnp.exp(logits - top[:, None]).sum(axis=-1), jnp.where(column >= 0, at_target, 0)]
+        )
         sums, at_target = _over(lax.psum, parts, axes)
         lse = top + jnp.log(sums)
         return lse - at_target, lse

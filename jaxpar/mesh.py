@@ -32,8 +32,9 @@ def emulate_devices(count: int) -> None:
     jax.config.update("jax_num_cpu_devices", count)
 
 
-def initialize(coordinator: str | None = None, processes: int | None = None,
-               process: int | None = None) -> None:  # fmt: skip
+def initialize(
+    coordinator: str | None = None, processes: int | None = None, process: int | None = None
+) -> None:
     """Joins the processes of one job, through `jax.distributed.initialize`.
 
     Without arguments JAX reads the place of this process from SLURM, Open MPI or Kubernetes.
@@ -61,8 +62,11 @@ def make_mesh(
     devices = list(jax.devices() if devices is None else devices)
     if layout.num_devices > len(devices) and -1 not in layout.axis_sizes.values():
         platform = devices[0].platform
-        hint = (f"call jaxpar.emulate_devices({layout.num_devices}) before the first JAX call"
-                if platform == "cpu" else "use smaller axes or more devices")  # fmt: skip
+        hint = (
+            f"call jaxpar.emulate_devices({layout.num_devices}) before the first JAX call"
+            if platform == "cpu"
+            else "use smaller axes or more devices"
+        )
         raise ValueError(
             f"mesh needs {layout.num_devices} devices "
             f"({', '.join(f'{a}={n}' for a, n in layout.axis_sizes.items() if n > 1)}), "
@@ -88,9 +92,13 @@ def _check_hosts(grid: np.ndarray, axis: str, asked: bool):
     if (groups == groups[:, :1]).all() or asked:
         return
     per_host = int((hosts == hosts.flat[0]).sum())
-    sentence = (f"{axis}={groups.shape[1]} puts one group of devices on several hosts "
-                f"({per_host} devices each), over the slow links between them")  # fmt: skip
+    sentence = (
+        f"{axis}={groups.shape[1]} puts one group of devices on several hosts "
+        f"({per_host} devices each), over the slow links between them"
+    )
     if axis == "tensor":
-        raise ValueError(f"{sentence}; use a tensor size that divides {per_host}, "
-                         "or make_mesh(..., across_hosts=('tensor',))")  # fmt: skip
+        raise ValueError(
+            f"{sentence}; use a tensor size that divides {per_host}, "
+            "or make_mesh(..., across_hosts=('tensor',))"
+        )
     warnings.warn(sentence, stacklevel=3)

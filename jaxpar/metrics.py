@@ -39,8 +39,14 @@ class MetricsLog:
     steps are done already: lines of later steps that an earlier process wrote are dropped.
     """
 
-    def __init__(self, folder: str | Path, rate: Callable[[int], float], *, start: int = 0,
-                 sinks: Sequence[Callable[[dict], Any]] = ()):  # fmt: skip
+    def __init__(
+        self,
+        folder: str | Path,
+        rate: Callable[[int], float],
+        *,
+        start: int = 0,
+        sinks: Sequence[Callable[[dict], Any]] = (),
+    ):
         path = Path(folder) / "metrics.jsonl"
         old = read_metrics(path) if start and path.exists() else []
         kept = [record for record in old if record["step"] <= start]
@@ -108,8 +114,10 @@ class MetricsLog:
             sink(record)
 
     def _write(self, record: dict) -> None:
-        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v
-                  for k, v in record.items()}  # fmt: skip
+        finite = {
+            k: None if isinstance(v, float) and not math.isfinite(v) else v
+            for k, v in record.items()
+        }
         self._file.write(json.dumps(finite, allow_nan=False) + "\n")
         self._file.flush()
 

@@ -45,8 +45,10 @@ def take_apart(model, layout: Layout) -> Parts:
     """
     for name in ("layers", "embed", "block"):
         if not hasattr(model, name):
-            raise ValueError(f"{type(model).__name__} has no `{name}`; a model needs `embed(batch)`, "
-                             "a stack `layers` and `block(layer, x, batch)`")  # fmt: skip
+            raise ValueError(
+                f"{type(model).__name__} has no `{name}`; a model needs `embed(batch)`, "
+                "a stack `layers` and `block(layer, x, batch)`"
+            )
     is_variable = lambda v: isinstance(v, nnx.Variable)  # noqa: E731
     flat, _ = jax.tree_util.tree_flatten_with_path(model, is_leaf=is_variable)
     splits, is_layer = [], []
@@ -54,15 +56,18 @@ def take_apart(model, layout: Layout) -> Parts:
         path = jax.tree_util.keystr(keys, simple=True, separator=".")
         value = leaf.get_value() if is_variable(leaf) else leaf
         if not jnp.issubdtype(value.dtype, jnp.floating):
-            raise ValueError(f"{path} has type {value.dtype}; every leaf of a model is a parameter "
-                             "and must be a floating-point array")  # fmt: skip
+            raise ValueError(
+                f"{path} has type {value.dtype}; every leaf of a model is a parameter "
+                "and must be a floating-point array"
+            )
         inside = path.startswith("layers.")
         names = leaf.get_metadata().get("dims") if is_variable(leaf) else None
         names = names or (("layers",) if inside else ()) + (None,) * (value.ndim - inside)
         splits.append(split_param(path, value.shape, value.dtype, names, layout))
         is_layer.append(inside)
-    return Parts(tuple(splits), tuple(is_layer), jax.tree.structure(model),
-                 jax.tree.structure(model.layers))  # fmt: skip
+    return Parts(
+        tuple(splits), tuple(is_layer), jax.tree.structure(model), jax.tree.structure(model.layers)
+    )
 
 
 def num_layers(model) -> int:

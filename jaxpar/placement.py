@@ -95,5 +95,3 @@ def _forward_schedule(placement):
 
     forward.placement = placement
     return forward
-
-

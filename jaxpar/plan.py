@@ -18,8 +18,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpar.layout import BATCH_AXES, Layout
 from jaxpar.mesh import make_mesh
-from jaxpar.placement import Placement, pipeline_table, place_layers
 from jaxpar.parts import Parts, num_layers, take_apart
+from jaxpar.placement import Placement, pipeline_table, place_layers
 from jaxpar.region import Region, batch_spec
 from jaxpar.splits import Split, split_state
 
@@ -43,7 +43,9 @@ class Plan:
     def init(self, key: jax.Array):
         """Makes the state, each device its own pieces; equal numbers under every layout."""
         init = lambda key: self.placement.store(self._init(key))  # noqa: E731
-        return jax.jit(init, out_shardings=self.shardings)(key)
+        on_cpu = self.mesh.devices.flat[0].platform == "cpu"
+        options = {"xla_backend_optimization_level": 0} if on_cpu else {}  # run once: compile fast
+        return jax.jit(init, out_shardings=self.shardings, compiler_options=options)(key)
 
     @property
     def canonical_shardings(self):
@@ -102,8 +104,14 @@ class Plan:
 
         return function
 
-    def train_step(self, tx: optax.GradientTransformation, loss: Callable | None = None, *,
-                   clip_norm: float | None = None, skip_nonfinite: bool = False) -> Callable:  # fmt: skip
+    def train_step(
+        self,
+        tx: optax.GradientTransformation,
+        loss: Callable | None = None,
+        *,
+        clip_norm: float | None = None,
+        skip_nonfinite: bool = False,
+    ) -> Callable:
         """A jitted step (state, batch, key=None) -> (state, metrics), the state donated.
 
         `state` is (model, optimizer state). `loss` is the model's own where None. Metrics: loss,
@@ -126,9 +134,14 @@ class Plan:
             bad = ~(jnp.isfinite(value) & jnp.isfinite(norm))
             if skip_nonfinite:
                 new_state = jax.tree.map(lambda a, b: jnp.where(bad, a, b), state, new_state)
-            metrics = {"loss": value, "tokens": count, "grad_norm": norm,
-                       "grad_norm_clipped": clipped, "skipped": bad & skip_nonfinite,
-                       "nonfinite": bad}  # fmt: skip
+            metrics = {
+                "loss": value,
+                "tokens": count,
+                "grad_norm": norm,
+                "grad_norm_clipped": clipped,
+                "skipped": bad & skip_nonfinite,
+                "nonfinite": bad,
+            }
             return new_state, metrics
 
         return step
@@ -181,8 +194,10 @@ def check_supported(layout: Layout) -> None:
     """Refuses the settings that this version does not run yet."""
     for axis in ("context", "expert"):
         if layout.axis_sizes[axis] > 1:
-            raise ValueError(f"{axis}={layout.axis_sizes[axis]} does not run in this version; use "
-                             "pipe, replica, data and tensor")  # fmt: skip
+            raise ValueError(
+                f"{axis}={layout.axis_sizes[axis]} does not run in this version; use "
+                "pipe, replica, data and tensor"
+            )
     if layout.remat == "stage" and layout.pipe == 1:
         raise ValueError("remat='stage' needs pipe > 1; use remat='block'")
     if layout.chunks > 1 and layout.pipe == 1:
@@ -190,21 +205,26 @@ def check_supported(layout: Layout) -> None:
 
 
 def _find_model(state):
-    """The first module of `state` that has layers; optimizers hold copies shaped like it."""
-    modules = jax.tree.leaves(state, is_leaf=lambda v: isinstance(v, nnx.Module))
-    for module in modules:
-        if isinstance(module, nnx.Module) and hasattr(module, "layers"):
-            return module
-    raise ValueError("init(key) returned no model with `layers`; return it alone or in a tuple "
-                     "with the optimizer state")  # fmt: skip
+    """The module of `state` nearest to the top that has layers; optimizers hold copies like it."""
+    is_module = lambda v: isinstance(v, nnx.Module) and hasattr(v, "layers")  # noqa: E731
+    flat, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_module)
+    models = [(len(path), i) for i, (path, leaf) in enumerate(flat) if is_module(leaf)]
+    if not models:
+        raise ValueError(
+            "init(key) returned no model with `layers`; return it alone or in a tuple "
+            "with the optimizer state"
+        )
+    return flat[min(models)[1]][1]
 
 
 def check_batch(layout: Layout, batch: dict) -> None:
     """Refuses a batch that the layout cannot split, naming the nearest that it can."""
     for name in ("tokens", "targets", "weights"):
         if name not in batch:
-            raise ValueError(f"the batch has no {name!r}; it needs tokens, targets and weights, "
-                             f"found {', '.join(batch)}")  # fmt: skip
+            raise ValueError(
+                f"the batch has no {name!r}; it needs tokens, targets and weights, "
+                f"found {', '.join(batch)}"
+            )
     shapes = {name: tuple(a.shape) for name, a in batch.items()}
     if len(set(shapes.values())) > 1 or len(shapes["tokens"]) != 2:
         raise ValueError(f"the arrays of a batch must all be [B, T], found {shapes}")
@@ -225,8 +245,11 @@ def check_rows(layout: Layout, rows: int) -> None:
     if rows % product:
         words = " x ".join(f"{a} {n}" for a, n in ways.items())
         many = f" = {product}" if len(ways) > 1 else ""
-        hint = "use context or tensor for one long sequence" if rows < product else (
-            f"use {_near(rows, product)}")  # fmt: skip
+        hint = (
+            "use context or tensor for one long sequence"
+            if rows < product
+            else (f"use {_near(rows, product)}")
+        )
         raise ValueError(f"global_batch {rows} is not a multiple of {words}{many}; {hint}")
     if rows % (product * layout.microbatches):
         local = rows // product

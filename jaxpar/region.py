@@ -56,8 +56,13 @@ class Region:
     def _run(self, function, out_specs, leaves, batch, key):
         specs = [s.spec for s in self.parts.splits]
         batch_specs = {name: batch_spec(self.layout) for name in batch}
-        mapped = jax.shard_map(function, mesh=self.mesh, check_vma=True, out_specs=out_specs,
-                               in_specs=(specs, batch_specs, PartitionSpec()))  # fmt: skip
+        mapped = jax.shard_map(
+            function,
+            mesh=self.mesh,
+            check_vma=True,
+            out_specs=out_specs,
+            in_specs=(specs, batch_specs, PartitionSpec()),
+        )
         return mapped(leaves, batch, key)
 
     # ---- inside: this device's pieces
@@ -68,8 +73,10 @@ class Region:
         outer, layers = self._once(stored)
         microbatches = self._microbatches(batch)
         count, scale = self._count(batch)
-        sums = [stage.zeros_for(self._used(parts.outer, outer, zero >= 2)),
-                stage.zeros_for(self._used(parts.layers, layers, zero >= 2))]  # fmt: skip
+        sums = [
+            stage.zeros_for(self._used(parts.outer, outer, zero >= 2)),
+            stage.zeros_for(self._used(parts.layers, layers, zero >= 2)),
+        ]
 
         def body(sums, rows):
             loss_sum, outer_sums, layer_sums = self._one(outer, layers, sums[1], rows, key, scale)
@@ -77,7 +84,9 @@ class Region:
             return [outer_sums, layer_sums], loss_sum
 
         if self.layout.pipe > 1:
-            loss_sum, *sums = executor.run(self._program(key), outer, layers, microbatches, *sums, scale)
+            loss_sum, *sums = executor.run(
+                self._program(key), outer, layers, microbatches, *sums, scale
+            )
         elif self.layout.microbatches == 1:
             sums, loss_sum = body(sums, jax.tree.map(lambda a: a[0], microbatches))
         else:
@@ -85,8 +94,9 @@ class Region:
             loss_sum = losses.sum()
         gradients = parts.join(*sums)
         if zero < 2:
-            gradients = [give_back(g, s, self.layout)
-                         for g, s in zip(gradients, parts.splits, strict=True)]  # fmt: skip
+            gradients = [
+                give_back(g, s, self.layout) for g, s in zip(gradients, parts.splits, strict=True)
+            ]
         return total(loss_sum) * scale, count, gradients
 
     def _one(self, outer, layers, layer_sums, rows, key, scale):
@@ -99,17 +109,19 @@ class Region:
         structure = stage.Structure()
         x, kept = stage.forward(stack, layers, x, batch, span, structure)
         weights = self._outer(outer, x)
-        loss_sum, loss_back = jax.vjp(
-            lambda w, x: self._sum_and_count(w, x, batch)[0], weights, x
-        )
+        loss_sum, loss_back = jax.vjp(lambda w, x: self._sum_and_count(w, x, batch)[0], weights, x)
         from_loss, dx = loss_back(vary_like(scale, loss_sum))
         dx, layer_sums = stage.backward(stack, layers, kept, dx, batch, layer_sums, span, structure)
         (from_embed,) = embed_back(dx)
-        gradients = [a.astype(jnp.float32) + b.astype(jnp.float32)
-                     for a, b in zip(from_loss, from_embed, strict=True)]  # fmt: skip
+        gradients = [
+            a.astype(jnp.float32) + b.astype(jnp.float32)
+            for a, b in zip(from_loss, from_embed, strict=True)
+        ]
         if self.layout.zero >= 2:
-            gradients = [give_back(g, s, self.layout)
-                         for g, s in zip(gradients, parts.outer(parts.splits), strict=True)]  # fmt: skip
+            gradients = [
+                give_back(g, s, self.layout)
+                for g, s in zip(gradients, parts.outer(parts.splits), strict=True)
+            ]
         return loss_sum, gradients, layer_sums
 
     def _loss_sum(self, stored: list, batch: dict, key):
@@ -167,8 +179,9 @@ class Region:
         if self.layout.zero < 3:
             return outer
         outer = [lax.optimization_barrier((x, after))[0] for x in outer]
-        return [fetch(x, s)
-                for x, s in zip(outer, self.parts.outer(self.parts.splits), strict=True)]  # fmt: skip
+        return [
+            fetch(x, s) for x, s in zip(outer, self.parts.outer(self.parts.splits), strict=True)
+        ]
 
     def _used(self, part, arrays: list, stored: bool) -> list:
         """Arrays with the shape and type that gradient sums have."""
@@ -252,12 +265,16 @@ class Region:
         x = vary(jnp.zeros(x.shape, x.dtype), [a for a in self._activation_axes if a != "pipe"])
         jaxpr = jax.make_jaxpr(count)(weights, x)
         if not all(_jax_compat.dead_inputs(jaxpr, [True])):
-            raise ValueError("the count that the loss returns depends on the model's output; "
-                             "it must depend on the batch alone, such as the sum of weights")  # fmt: skip
+            raise ValueError(
+                "the count that the loss returns depends on the model's output; "
+                "it must depend on the batch alone, such as the sum of weights"
+            )
         value = total(count(weights, x))
         return value, jnp.where(value > 0, 1 / jnp.where(value > 0, value, 1), 0)
 
     def _outer_shapes(self):
         compute = COMPUTE[self.layout.precision]
-        return [jax.ShapeDtypeStruct(used_shape(s, self.layout), compute)
-                for s in self.parts.outer(self.parts.splits)]  # fmt: skip
+        return [
+            jax.ShapeDtypeStruct(used_shape(s, self.layout), compute)
+            for s in self.parts.outer(self.parts.splits)
+        ]

@@ -63,18 +63,24 @@ def warnings(layout: Layout) -> list[str]:
     found = []
     alone = not layout.present(ZERO_AXES)
     if layout.zero and alone and layout.num_devices > 1:
-        found.append(f"zero={layout.zero} has no effect: {', '.join(ZERO_AXES[:-1])} and "
-                     f"{ZERO_AXES[-1]} all have one device")  # fmt: skip
+        found.append(
+            f"zero={layout.zero} has no effect: {', '.join(ZERO_AXES[:-1])} and "
+            f"{ZERO_AXES[-1]} all have one device"
+        )
     m = layout.microbatches
     if layout.zero >= 2 and m > 1 and not alone:
         gathers = f"gathers every block {2 * m} times and " if layout.zero == 3 else ""
-        found.append(f"zero={layout.zero} with microbatches={m} {gathers}reduces gradients {m} "
-                     "times a step; zero=1 does each once, where its memory fits")  # fmt: skip
+        found.append(
+            f"zero={layout.zero} with microbatches={m} {gathers}reduces gradients {m} "
+            "times a step; zero=1 does each once, where its memory fits"
+        )
     if layout.replica > 1 and layout.zero == 0:
         found.append(f"replica={layout.replica} with zero=0 is the same as a larger data")
     if layout.tensor > 1 and not layout.sequence_parallel:
-        found.append(f"tensor={layout.tensor} without sequence_parallel keeps activations between "
-                     f"blocks {layout.tensor} times, for the same bytes sent")  # fmt: skip
+        found.append(
+            f"tensor={layout.tensor} without sequence_parallel keeps activations between "
+            f"blocks {layout.tensor} times, for the same bytes sent"
+        )
     return found
 
 
@@ -143,28 +149,35 @@ def _grouped(parameters: list[_Array], others: list[_Array]) -> list[tuple]:
 def _row(array: _Array) -> tuple:
     shape = " x ".join(map(str, array.shape)) or "one number"
     split = array.split
-    return (array.name, shape, str(split.dtype), split_words(split), f"{array.bytes:,}",
-            split.note)  # fmt: skip
+    return (array.name, shape, str(split.dtype), split_words(split), f"{array.bytes:,}", split.note)
 
 
 def _table(rows: list[tuple]) -> list[str]:
-    return _columns(("array", "shape", "type", "split (dim/axes)", "bytes/device", "note"), rows,
-                    right=(4,))  # fmt: skip
+    return _columns(
+        ("array", "shape", "type", "split (dim/axes)", "bytes/device", "note"), rows, right=(4,)
+    )
 
 
 def _columns(head: tuple, rows: list[tuple], right: tuple[int, ...]) -> list[str]:
     rows = [head, *rows]
     widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-    return ["  " + "  ".join(cell.rjust(w) if i in right else cell.ljust(w)
-                             for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
-            for row in rows]  # fmt: skip
+    return [
+        "  "
+        + "  ".join(
+            cell.rjust(w) if i in right else cell.ljust(w)
+            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
 
 
 def _totals(parameters: list[_Array], others: list[_Array]) -> str:
     count = sum(math.prod(a.shape) for a in parameters)
     mine, rest = (sum(a.bytes for a in group) for group in (parameters, others))
-    return (f"{count:,} parameters; on each device {mine:,} bytes of parameters, {rest:,} of other "
-            f"state, {mine + rest:,} in all ({(mine + rest) / 2**30:.3f} GiB)")  # fmt: skip
+    return (
+        f"{count:,} parameters; on each device {mine:,} bytes of parameters, {rest:,} of other "
+        f"state, {mine + rest:,} in all ({(mine + rest) / 2**30:.3f} GiB)"
+    )
 
 
 def _sent(model, layout: Layout) -> list[str]:
@@ -190,8 +203,12 @@ def _sums(transfers: list[costs.Transfer]) -> list[str]:
         groups.setdefault((t.axes, t.op), []).append(t)
     rows = []
     for (axes, op), members in groups.items():
-        numbers = (sum(t.count for t in members), sum(t.total_bytes for t in members),
-                   sum(t.wire_bytes for t in members))  # fmt: skip
+        numbers = (
+            sum(t.count for t in members),
+            sum(t.total_bytes for t in members),
+            sum(t.wire_bytes for t in members),
+        )
         rows.append(("+".join(axes), op, *(f"{n:,}" for n in numbers)))
-    return _columns(("axes", "operation", "executions", "payload bytes", "bytes sent"), rows,
-                    right=(2, 3, 4))  # fmt: skip
+    return _columns(
+        ("axes", "operation", "executions", "payload bytes", "bytes sent"), rows, right=(2, 3, 4)
+    )

@@ -28,7 +28,7 @@ class Split:
     `axes[i]`: mesh axes that dimension i is stored split over, outermost first. `zero_dim`: the
     dimension ZeRO shards over `zero_axes`, None where the parameter stays whole. Dimensions count
     from the end, so they hold for one layer and for a stack. `uneven`: what is done about a dim
-    that does not divide: ("pad", dim, over, other) or ("group", dim, over). `note` says so in words.
+    that does not divide: ("pad", dim, over, other) or ("group", dim, over); `note` in words.
     """
 
     path: str
@@ -85,15 +85,24 @@ def split_param(
         words = " x ".join(f"{a}={layout.size((a,))}" for a in zero_axes)
         notes.append(f"whole on every device: no dim of {shape} divides by {words}")
     return Split(
-        path, shape, dtype, dims, tuple(axes), zero_axes if zero_dim is not None else (), zero_dim,
-        uneven, _vary_axes(axes, uneven, layout), "; ".join(notes),
-    )  # fmt: skip
+        path,
+        shape,
+        dtype,
+        dims,
+        tuple(axes),
+        zero_axes if zero_dim is not None else (),
+        zero_dim,
+        uneven,
+        _vary_axes(dims, axes, uneven, layout),
+        "; ".join(notes),
+    )
 
 
-def _vary_axes(axes, uneven, layout: Layout) -> tuple[str, ...]:
+def _vary_axes(dims, axes, uneven, layout: Layout) -> tuple[str, ...]:
     """Axes over which devices hold the same numbers but use them on different data."""
     split = {a for entry in axes for a in entry}
-    used = BATCH_AXES + ("context", "pipe") + (("tensor",) if layout.sequence_parallel else ())
+    by_tensor = layout.sequence_parallel or "head_dim" in dims  # used on a share of the heads
+    used = BATCH_AXES + ("context", "pipe") + (("tensor",) if by_tensor else ())
     if uneven is not None:
         used += tuple(uneven[2])
     return tuple(a for a in layout.present(dict.fromkeys(used)) if a not in split)
@@ -105,8 +114,7 @@ def _uneven(path, dim, index, shape, dims, over, layout):
     if dim == "kv_heads" and size < parts and parts % size == 0:
         return ("group", index, over)
     if dim == "vocab":
-        free = [j - len(dims) for j, d in enumerate(dims)
-                if d == "embed" and shape[j] % parts == 0]  # fmt: skip
+        free = [j - len(dims) for j, d in enumerate(dims) if d == "embed" and shape[j] % parts == 0]
         return ("pad", index, over, free[0] if free else None)
     fits = [n for n in range(1, size + 1) if size % n == 0]
     also = f" (or a multiple of {size})" if dim == "kv_heads" else ""
@@ -231,7 +239,9 @@ def _like(owner: Split | None, path: str, value, layout: Layout) -> Split:
         if shape == tuple(owner.shape[i] for i in rest):
             axes = tuple(owner.axes[i] for i in rest)
             return dataclasses.replace(
-                whole, dims=tuple(owner.dims[i] for i in rest), axes=axes,
+                whole,
+                dims=tuple(owner.dims[i] for i in rest),
+                axes=axes,
                 note=f"one dim fewer than {owner.path}",
-            )  # fmt: skip
+            )
     return whole

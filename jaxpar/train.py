@@ -80,8 +80,9 @@ def compile_step(setup: Setup):
     )
     state = jax.tree.map(
         lambda a, sharding: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding),
-        jax.eval_shape(setup.plan.stored, setup.plan.state), setup.plan.shardings,
-    )  # fmt: skip
+        jax.eval_shape(setup.plan.stored, setup.plan.state),
+        setup.plan.shardings,
+    )
     batch = next(_batches(setup, 0, 1))
     before = time.perf_counter()
     compiled = step.lower(state, batch).compile()
@@ -91,9 +92,15 @@ def compile_step(setup: Setup):
 def _batches(setup: Setup, start: int, steps: int):
     c = setup.config
     return data.batches(
-        setup.documents, setup.plan, global_batch=c.global_batch, seq_len=c.seq_len, seed=c.seed,
-        start=start, steps=steps, split="all",
-    )  # fmt: skip
+        setup.documents,
+        setup.plan,
+        global_batch=c.global_batch,
+        seq_len=c.seq_len,
+        seed=c.seed,
+        start=start,
+        steps=steps,
+        split="all",
+    )
 
 
 def _run(setup: Setup, step, state, start: int, log: MetricsLog, checkpoint, progress: Progress):
@@ -134,10 +141,18 @@ def evaluation(setup: Setup) -> Callable[[Any], float | None]:
     function = jax.jit(setup.plan.loss(setup.module.loss))
 
     def evaluate(model) -> float | None:
-        batches = data.heldout_batches(
-            setup.heldout, setup.plan, global_batch=c.global_batch, seq_len=c.seq_len,
-            split="all", max_rows=c.eval_rows or None,
-        ) if len(setup.heldout) else ()  # fmt: skip
+        batches = (
+            data.heldout_batches(
+                setup.heldout,
+                setup.plan,
+                global_batch=c.global_batch,
+                seq_len=c.seq_len,
+                split="all",
+                max_rows=c.eval_rows or None,
+            )
+            if len(setup.heldout)
+            else ()
+        )
         parts = jax.device_get([function(model, batch) for batch in batches])
         count = sum(float(n) for _, n in parts)
         return sum(float(s) for s, _ in parts) / count if count else None
@@ -165,8 +180,13 @@ def make_folder(config: TrainConfig) -> Path:
 def write_config(setup: Setup, folder: Path) -> None:
     """Writes config.toml and layout.toml, from which the run can be repeated."""
     on_cpu = setup.plan.mesh.devices.flat[0].platform == "cpu"
-    config = dataclasses.replace(setup.config, layout="layout.toml", set=(), name=folder.name,
-                                 devices=setup.plan.mesh.size if on_cpu else 0)  # fmt: skip
+    config = dataclasses.replace(
+        setup.config,
+        layout="layout.toml",
+        set=(),
+        name=folder.name,
+        devices=setup.plan.mesh.size if on_cpu else 0,
+    )
     again = f"# Repeat this run with: jaxpar train --config {folder / 'config.toml'}\n"
     (folder / "layout.toml").write_text(setup.plan.layout.to_toml(), encoding="utf-8")
     (folder / "config.toml").write_text(again + config.to_toml(), encoding="utf-8")
@@ -189,16 +209,20 @@ def _result(setup: Setup, folder: Path, step, compile_s: float) -> Result:
     seconds = statistics.median(r["step_time_s"] for r in steps)
     memory = step.memory_analysis()
     return Result(
-        folder=folder, layout=setup.plan.layout, steps=steps[-1]["step"],
-        loss_first=_number(steps[0]["loss"]), loss_last=_number(steps[-1]["loss"]),
+        folder=folder,
+        layout=setup.plan.layout,
+        steps=steps[-1]["step"],
+        loss_first=_number(steps[0]["loss"]),
+        loss_last=_number(steps[-1]["loss"]),
         eval_loss=evals[-1]["eval_loss"] if evals else None,
         eval_bits_per_byte=evals[-1]["eval_bits_per_byte"] if evals else None,
         tokens_per_s=setup.config.global_batch * setup.config.seq_len / seconds,
         mfu=utilization(setup, seconds),
         parameters=sum(x.size for x in jax.tree.leaves(setup.plan.state[0])),
         memory_per_device=memory.argument_size_in_bytes + memory.temp_size_in_bytes,
-        compile_s=compile_s, skipped=steps[-1]["skipped"],
-    )  # fmt: skip
+        compile_s=compile_s,
+        skipped=steps[-1]["skipped"],
+    )
 
 
 def _number(value: float | None) -> float:

@@ -18,10 +18,19 @@ DEFAULT_LAYOUT = "cpu8_data4_tensor2"
 """The layout of a run on emulated devices that names none."""
 
 LEAST = {
-    "steps": 1, "global_batch": 1, "seq_len": 1, "devices": 0, "seed": 0, "warmup_steps": -1,
-    "eos": -1, "eval_every": 0, "eval_rows": 0, "checkpoint_every": 0, "weight_decay": 0,
+    "steps": 1,
+    "global_batch": 1,
+    "seq_len": 1,
+    "devices": 0,
+    "seed": 0,
+    "warmup_steps": -1,
+    "eos": -1,
+    "eval_every": 0,
+    "eval_rows": 0,
+    "checkpoint_every": 0,
+    "weight_decay": 0,
     "clip_norm": 0,
-}  # fmt: skip
+}
 """The smallest value of a setting."""
 
 
@@ -112,11 +121,15 @@ class TrainConfig:
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 0 and below 1")
         if self.warmup_steps >= self.steps:
-            raise ValueError(f"warmup_steps {self.warmup_steps} leaves nothing of {self.steps} "
-                             f"steps; use at most {self.steps - 1}, or more steps")  # fmt: skip
+            raise ValueError(
+                f"warmup_steps {self.warmup_steps} leaves nothing of {self.steps} "
+                f"steps; use at most {self.steps - 1}, or more steps"
+            )
         if self.out and self.resume:
-            raise ValueError(f"out {self.out} and resume {self.resume} both name the run's folder; "
-                             "a resumed run goes on in its own, so leave out `out`")  # fmt: skip
+            raise ValueError(
+                f"out {self.out} and resume {self.resume} both name the run's folder; "
+                "a resumed run goes on in its own, so leave out `out`"
+            )
 
     @property
     def warmup(self) -> int:
@@ -127,8 +140,11 @@ class TrainConfig:
         """All settings but the folder's, as TOML; paths are written whole."""
         import tomli_w
 
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)
-                  if f.name not in ("out", "resume")}  # fmt: skip
+        values = {
+            f.name: getattr(self, f.name)
+            for f in dataclasses.fields(self)
+            if f.name not in ("out", "resume")
+        }
         for name in ("data", "tokenizer"):
             if Path(values[name]).exists():
                 values[name] = str(Path(values[name]).absolute())
@@ -187,8 +203,9 @@ class TrainConfig:
             rate = optax.schedules.warmup_cosine_decay_schedule(
                 start, self.lr, self.warmup, self.steps, self.lr / 10
             )
-        tx = optax.adamw(rate, self.b1, self.b2, self.eps, weight_decay=self.weight_decay,
-                         mask=decay_mask)  # fmt: skip
+        tx = optax.adamw(
+            rate, self.b1, self.b2, self.eps, weight_decay=self.weight_decay, mask=decay_mask
+        )
         return tx, rate
 
 
@@ -232,6 +249,8 @@ def load_model(name: str) -> tuple[ModuleType, Any]:
         raise ValueError(f"there is no model family {family!r}; {nearest(family, families)}")
     module = importlib.import_module(f"jaxpar.models.{family}")
     if not colon:
-        raise ValueError(f"model {name!r} names no preset; write {family}:PRESET, with one of "
-                         f"{', '.join(module.PRESETS)}")  # fmt: skip
+        raise ValueError(
+            f"model {name!r} names no preset; write {family}:PRESET, with one of "
+            f"{', '.join(module.PRESETS)}"
+        )
     return module, module.preset(preset)

@@ -45,8 +45,10 @@ def prepare(config: TrainConfig) -> Setup:
     module, model_config = load_model(config.model)
     layout, count = find_layout(config)
     if config.seq_len > model_config.max_seq_len:
-        raise ValueError(f"seq_len {config.seq_len} is above the {model_config.max_seq_len} that "
-                         f"{config.model} was made for; use at most that")  # fmt: skip
+        raise ValueError(
+            f"seq_len {config.seq_len} is above the {model_config.max_seq_len} that "
+            f"{config.model} was made for; use at most that"
+        )
     documents, heldout = load_data(config, model_config.vocab_size)
     if not has_gpus() or config.devices:
         emulate_devices(count)
@@ -91,17 +93,22 @@ def has_gpus() -> bool:
 def load_data(config: TrainConfig, vocab_size: int) -> tuple[data.Documents, data.Documents]:
     """(documents to train on, held-out documents), every token id below `vocab_size`."""
     documents = data.load_documents(
-        config.data, config.tokenizer, dtype=config.token_dtype,
-        eos=None if config.eos < 0 else config.eos, vocab_size=vocab_size,
-    )  # fmt: skip
+        config.data,
+        config.tokenizer,
+        dtype=config.token_dtype,
+        eos=None if config.eos < 0 else config.eos,
+        vocab_size=vocab_size,
+    )
     return data.split_documents(documents, config.holdout)
 
 
 def _check_folders(config: TrainConfig) -> None:
     out = Path(config.out)
     if config.out and out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"out {out} exists and is not an empty folder; use a new one, or "
-                         f"resume={out} to go on with the run in it")  # fmt: skip
+        raise ValueError(
+            f"out {out} exists and is not an empty folder; use a new one, or "
+            f"resume={out} to go on with the run in it"
+        )
     if not config.resume:
         return
     folder = Path(config.resume, "checkpoint")
@@ -109,5 +116,7 @@ def _check_folders(config: TrainConfig) -> None:
     if not steps:
         raise ValueError(f"resume {config.resume} has no checkpoint; give the folder of a run")
     if max(steps) >= config.steps:
-        raise ValueError(f"{config.resume} is at step {max(steps)} of {config.steps} already; "
-                         "use more steps to go on")  # fmt: skip
+        raise ValueError(
+            f"{config.resume} is at step {max(steps)} of {config.steps} already; "
+            "use more steps to go on"
+        )

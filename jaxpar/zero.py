@@ -57,9 +57,11 @@ def whole_leaves(tree, shardings, axes: Sequence[str] = ("data",)) -> list[str]:
     """
     axes = {axes} if isinstance(axes, str) else set(axes)
     paths, _, _ = _flatten(tree)
-    return [path for path, sharding in zip(paths, _broadcast(shardings, tree, "shardings"),
-                                           strict=True)
-            if not axes & {a for entry in sharding.spec for a in _axes_of(entry)}]  # fmt: skip
+    return [
+        path
+        for path, sharding in zip(paths, _broadcast(shardings, tree, "shardings"), strict=True)
+        if not axes & {a for entry in sharding.spec for a in _axes_of(entry)}
+    ]
 
 
 def shard(tree, shardings):
@@ -93,13 +95,16 @@ def shard(tree, shardings):
 def _flatten(tree):
     """(paths, leaves, structure); numbers are kept, anything without a shape is refused."""
     flat, structure = jax.tree_util.tree_flatten_with_path(tree)
-    paths = [jax.tree_util.keystr(keys, simple=True, separator=".") or "the tree"
-             for keys, _ in flat]  # fmt: skip
+    paths = [
+        jax.tree_util.keystr(keys, simple=True, separator=".") or "the tree" for keys, _ in flat
+    ]
     for path, (_, leaf) in zip(paths, flat, strict=True):
         if not hasattr(leaf, "shape") and not isinstance(leaf, numbers.Number):
             kind = "function" if callable(leaf) else type(leaf).__name__
-            raise ValueError(f"{path} is a {kind}, not an array; leave it out of the tree, such as "
-                             "with equinox.partition(model, equinox.is_array)")  # fmt: skip
+            raise ValueError(
+                f"{path} is a {kind}, not an array; leave it out of the tree, such as "
+                "with equinox.partition(model, equinox.is_array)"
+            )
     return paths, [leaf for _, leaf in flat], structure
 
 
@@ -108,19 +113,26 @@ def _broadcast(prefix, tree, what: str) -> list:
     is_leaf = lambda v: v is None or isinstance(v, (PartitionSpec, jax.sharding.Sharding))  # noqa: E731
     result: list = []
     try:
-        jax.tree.map(lambda value, part: result.extend([value] * len(jax.tree.leaves(part))),
-                     prefix, tree, is_leaf=is_leaf)  # fmt: skip
+        jax.tree.map(
+            lambda value, part: result.extend([value] * len(jax.tree.leaves(part))),
+            prefix,
+            tree,
+            is_leaf=is_leaf,
+        )
         return result
     except ValueError as error:
-        raise ValueError(f"{what} does not have the structure of the tree, nor is it a prefix of "
-                         f"it: {error}") from None  # fmt: skip
+        raise ValueError(
+            f"{what} does not have the structure of the tree, nor is it a prefix of it: {error}"
+        ) from None
 
 
 def _entries(path: str, shape, spec: PartitionSpec, mesh: Mesh) -> list[tuple[str, ...]]:
     """The mesh axes of each dim; ValueError where the spec does not fit mesh or shape."""
     if len(spec) > len(shape):
-        raise ValueError(f"{path} has shape {tuple(shape)}, and {spec} splits {len(spec)} dims; "
-                         f"use at most {len(shape)}")  # fmt: skip
+        raise ValueError(
+            f"{path} has shape {tuple(shape)}, and {spec} splits {len(spec)} dims; "
+            f"use at most {len(shape)}"
+        )
     entries = [_axes_of(entry) for entry in spec] + [()] * (len(shape) - len(spec))
     for dim, (size, names) in enumerate(zip(shape, entries, strict=True)):
         _check_axes(names, mesh, f"{spec} of {path}")
@@ -128,9 +140,11 @@ def _entries(path: str, shape, spec: PartitionSpec, mesh: Mesh) -> list[tuple[st
         if size % parts:
             words = " x ".join(f"{a}={mesh.shape[a]}" for a in names)
             total = f" = {parts}" if len(names) > 1 else ""
-            raise ValueError(f"{path} {tuple(shape)}: dim {dim} of size {size} does not split over "
-                             f"{words}{total}; use a size that is a multiple of {parts}, or leave "
-                             "that dim whole")  # fmt: skip
+            raise ValueError(
+                f"{path} {tuple(shape)}: dim {dim} of size {size} does not split over "
+                f"{words}{total}; use a size that is a multiple of {parts}, or leave "
+                "that dim whole"
+            )
     return entries
 
 
@@ -154,5 +168,6 @@ def _axes_of(entry) -> tuple[str, ...]:
 def _check_axes(axes, mesh: Mesh, what: str) -> None:
     for axis in axes:
         if axis not in mesh.shape:
-            raise ValueError(f"{what} names an axis {axis!r} that the mesh lacks; "
-                             f"{nearest(axis, mesh.shape)}")  # fmt: skip
+            raise ValueError(
+                f"{what} names an axis {axis!r} that the mesh lacks; {nearest(axis, mesh.shape)}"
+            )

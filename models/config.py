@@ -28,8 +28,16 @@ class DecoderConfig:
     dropout: float = 0.0
 
     def __post_init__(self):
-        sizes = ("vocab_size", "num_layers", "embed_dim", "num_heads", "num_kv_heads", "head_dim",
-                 "ffn_dim", "max_seq_len")  # fmt: skip
+        sizes = (
+            "vocab_size",
+            "num_layers",
+            "embed_dim",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "ffn_dim",
+            "max_seq_len",
+        )
         for name in sizes:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} is not a size; use 1 or more")

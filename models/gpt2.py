@@ -9,8 +9,19 @@ from jaxtyping import Array, Float
 
 from jaxpar import loss as losses
 from jaxpar.models.config import DecoderConfig, choose
-from jaxpar.nn import (Attention, Embedding, GeluMLP, LayerNorm, document_mask, dropout,
-                       gather_sequence, local_sequence, normal, param, stack)  # fmt: skip
+from jaxpar.nn import (
+    Attention,
+    Embedding,
+    GeluMLP,
+    LayerNorm,
+    document_mask,
+    dropout,
+    gather_sequence,
+    local_sequence,
+    normal,
+    param,
+    stack,
+)
 
 INIT_STD = 0.02
 
@@ -22,8 +33,9 @@ class Block(nnx.Module):
         ka, km = jax.random.split(key)
         out_std = INIT_STD / (2 * config.num_layers) ** 0.5
         self.attention_norm = LayerNorm(config.embed_dim, epsilon=config.norm_eps)
-        self.attention = Attention(config, key=ka, std=INIT_STD, out_std=out_std, bias=True,
-                                   out_bias=True)  # fmt: skip
+        self.attention = Attention(
+            config, key=ka, std=INIT_STD, out_std=out_std, bias=True, out_bias=True
+        )
         self.mlp_norm = LayerNorm(config.embed_dim, epsilon=config.norm_eps)
         self.mlp = GeluMLP(config.embed_dim, config.ffn_dim, key=km, std=INIT_STD, out_std=out_std)
         self.dropout = config.dropout
@@ -42,8 +54,9 @@ class GPT2(nnx.Module):
         ke, kp, kl, kh = jax.random.split(rngs.params(), 4)
         self.config = config
         self.embedding = Embedding(config.vocab_size, config.embed_dim, key=ke, std=INIT_STD)
-        self.positions = param(normal(kp, (config.max_seq_len, config.embed_dim), INIT_STD),
-                               ("positions", "embed"))  # fmt: skip
+        self.positions = param(
+            normal(kp, (config.max_seq_len, config.embed_dim), INIT_STD), ("positions", "embed")
+        )
         self.layers = stack(lambda key: Block(config, key), config.num_layers, kl)
         self.norm = LayerNorm(config.embed_dim, epsilon=config.norm_eps)
         self.head = (
@@ -74,8 +87,7 @@ class GPT2(nnx.Module):
     def logits(self, x: Float[Array, "B S D"], batch: dict) -> Float[Array, "B T V"]:
         """fp32 logits of this device's share of the vocabulary, whole sequence."""
         x = gather_sequence(self.norm(x), batch)
-        return jnp.einsum("btd,vd->btv", x, self.head_table(),
-                          preferred_element_type=jnp.float32)  # fmt: skip
+        return jnp.einsum("btd,vd->btv", x, self.head_table(), preferred_element_type=jnp.float32)
 
     def loss(self, x: Float[Array, "B S D"], batch: dict):
         """(weighted sum of next-token losses, sum of weights) of this device's rows."""
@@ -89,9 +101,16 @@ def loss(model: GPT2, x: Float[Array, "B S D"], batch: dict):
 
 def _gpt2(layers: int, embed: int, heads: int) -> DecoderConfig:
     return DecoderConfig(
-        vocab_size=50_257, num_layers=layers, embed_dim=embed, num_heads=heads, num_kv_heads=heads,
-        head_dim=embed // heads, ffn_dim=4 * embed, max_seq_len=1024, tie_embeddings=True,
-    )  # fmt: skip
+        vocab_size=50_257,
+        num_layers=layers,
+        embed_dim=embed,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=embed // heads,
+        ffn_dim=4 * embed,
+        max_seq_len=1024,
+        tie_embeddings=True,
+    )
 
 
 def tiny() -> DecoderConfig:
@@ -119,8 +138,13 @@ def gpt2_1558m() -> DecoderConfig:
     return _gpt2(48, 1600, 25)
 
 
-PRESETS = {"tiny": tiny, "124m": gpt2_124m, "355m": gpt2_355m, "774m": gpt2_774m,
-           "1558m": gpt2_1558m}  # fmt: skip
+PRESETS = {
+    "tiny": tiny,
+    "124m": gpt2_124m,
+    "355m": gpt2_355m,
+    "774m": gpt2_774m,
+    "1558m": gpt2_1558m,
+}
 Model = GPT2
 
 

@@ -11,8 +11,18 @@ from jaxtyping import Array, Float
 
 from jaxpar import loss as losses
 from jaxpar.models.config import DecoderConfig, choose
-from jaxpar.nn import (Attention, Embedding, RMSNorm, RopeScaling, SwiGLU, document_mask, dropout,
-                       gather_sequence, stack, tables)  # fmt: skip
+from jaxpar.nn import (
+    Attention,
+    Embedding,
+    RMSNorm,
+    RopeScaling,
+    SwiGLU,
+    document_mask,
+    dropout,
+    gather_sequence,
+    stack,
+    tables,
+)
 
 INIT_STD = 0.02
 
@@ -24,8 +34,9 @@ class Block(nnx.Module):
         ka, km = jax.random.split(key)
         out_std = INIT_STD / (2 * config.num_layers) ** 0.5
         self.attention_norm = RMSNorm(config.embed_dim, epsilon=config.norm_eps)
-        self.attention = Attention(config, key=ka, std=INIT_STD, out_std=out_std,
-                                   bias=config.qkv_bias)  # fmt: skip
+        self.attention = Attention(
+            config, key=ka, std=INIT_STD, out_std=out_std, bias=config.qkv_bias
+        )
         self.mlp_norm = RMSNorm(config.embed_dim, epsilon=config.norm_eps)
         self.mlp = SwiGLU(config.embed_dim, config.ffn_dim, key=km, std=INIT_STD, out_std=out_std)
         self.dropout = config.dropout
@@ -74,8 +85,9 @@ class Llama(nnx.Module):
     def logits(self, x: Float[Array, "B S D"], batch: dict) -> Float[Array, "B T V"]:
         """fp32 logits of this device's share of the vocabulary, whole sequence."""
         x = gather_sequence(self.norm(x), batch)
-        return jax.numpy.einsum("btd,vd->btv", x, self.head_table(),
-                                preferred_element_type=jax.numpy.float32)  # fmt: skip
+        return jax.numpy.einsum(
+            "btd,vd->btv", x, self.head_table(), preferred_element_type=jax.numpy.float32
+        )
 
     def loss(self, x: Float[Array, "B S D"], batch: dict):
         """(weighted sum of next-token losses, sum of weights) of this device's rows."""
@@ -89,8 +101,16 @@ def loss(model: Llama, x: Float[Array, "B S D"], batch: dict):
 
 def tiny() -> DecoderConfig:
     """Bytes in, 0.2 million parameters: trains on a laptop's CPU in a minute."""
-    return DecoderConfig(vocab_size=256, num_layers=4, embed_dim=64, num_heads=8, num_kv_heads=4,
-                         head_dim=8, ffn_dim=192, max_seq_len=2048)  # fmt: skip
+    return DecoderConfig(
+        vocab_size=256,
+        num_layers=4,
+        embed_dim=64,
+        num_heads=8,
+        num_kv_heads=4,
+        head_dim=8,
+        ffn_dim=192,
+        max_seq_len=2048,
+    )
 
 
 def llama_1b() -> DecoderConfig:
@@ -120,14 +140,28 @@ def llama_405b() -> DecoderConfig:
 
 def _llama3(layers, embed, heads, ffn, *, head_dim=128, factor=8.0, tied=False) -> DecoderConfig:
     return DecoderConfig(
-        vocab_size=128_256, num_layers=layers, embed_dim=embed, num_heads=heads, num_kv_heads=8,
-        head_dim=head_dim, ffn_dim=ffn, max_seq_len=131_072, rope_theta=500_000.0,
-        rope_scaling=RopeScaling(factor=factor), tie_embeddings=tied,
-    )  # fmt: skip
+        vocab_size=128_256,
+        num_layers=layers,
+        embed_dim=embed,
+        num_heads=heads,
+        num_kv_heads=8,
+        head_dim=head_dim,
+        ffn_dim=ffn,
+        max_seq_len=131_072,
+        rope_theta=500_000.0,
+        rope_scaling=RopeScaling(factor=factor),
+        tie_embeddings=tied,
+    )
 
 
-PRESETS = {"tiny": tiny, "1b": llama_1b, "3b": llama_3b, "8b": llama_8b, "70b": llama_70b,
-           "405b": llama_405b}  # fmt: skip
+PRESETS = {
+    "tiny": tiny,
+    "1b": llama_1b,
+    "3b": llama_3b,
+    "8b": llama_8b,
+    "70b": llama_70b,
+    "405b": llama_405b,
+}
 Model = Llama
 
 

@@ -30,6 +30,15 @@ MODELS = {
 }
 """Name -> (module, config). The vocabulary of gpt2 divides by nothing."""
 
+
+def with_layers(name: str, num_layers: int) -> str:
+    """Adds a model with another number of layers to the table; returns its name."""
+    module, config = MODELS[name]
+    new = f"{name}_{num_layers}_layers"
+    MODELS.setdefault(new, (module, dataclasses.replace(config, num_layers=num_layers)))
+    return new
+
+
 ZERO_BY_THEORY = {"gpt2": {"layers.attention.key.bias"}}
 """Without rotary or qk-norm a key bias moves all of a query's scores alike: no gradient."""
 
@@ -114,19 +123,20 @@ def initial_state(name: str):
 
 def leaf_names(tree) -> list[str]:
     flat = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return [jax.tree_util.keystr(p, simple=True, separator=".").removesuffix(".value")
-            for p, _ in flat]  # fmt: skip
+    return [
+        jax.tree_util.keystr(p, simple=True, separator=".").removesuffix(".value") for p, _ in flat
+    ]
 
 
 def three_steps(step, state, batches) -> dict:
-    """Losses and norms of three steps, the first step's gradients, the parameters at the end."""
+    """Losses and norms of three steps, the first step's gradients, the state at the end."""
     losses, norms, first = [], [], None
     for batch in batches:
         state, loss, norm, gradients = step(state, batch)
         losses.append(float(loss))
         norms.append(float(norm))
-        first = jax.device_get(gradients) if first is None else first
-    return dict(loss=losses, norm=norms, gradients=first, model=jax.device_get(state[0]))
+        first = gradients if first is None else first
+    return dict(loss=losses, norm=norms, gradients=first, state=state)
 
 
 def make_step(value_and_grad, shardings=None):
@@ -150,7 +160,8 @@ def reference(name: str, rows: int = 32, packed: bool = False) -> dict:
     """Three steps on one device."""
     state = initial_state(name)
     step = make_step(jax.value_and_grad(reference_loss))
-    return three_steps(step, state, step_batches(name, rows, packed))
+    result = three_steps(step, state, step_batches(name, rows, packed))
+    return result | {"model": result["state"][0]}
 
 
 def run_layout(name: str, layout: jp.Layout, rows: int = 32, packed: bool = False) -> dict:
@@ -158,7 +169,11 @@ def run_layout(name: str, layout: jp.Layout, rows: int = 32, packed: bool = Fals
     plan = jp.make_plan(layout, state_init(name), devices=jax.devices()[: layout.num_devices])
     state = jax.device_put(plan.stored(initial_state(name)), plan.shardings)
     step = make_step(plan.value_and_grad(MODELS[name][0].loss), plan.shardings)
-    return three_steps(step, state, step_batches(name, rows, packed))
+    result = three_steps(step, state, step_batches(name, rows, packed))
+    model, opt_state = result["state"]
+    gradients, _ = plan.canonical((result["gradients"], opt_state))
+    model, _ = plan.canonical((model, opt_state))
+    return result | {"model": jax.device_get(model), "gradients": jax.device_get(gradients)}
 
 
 def assert_equal_runs(name: str, got: dict, want: dict, tolerance: float = 1e-5):
@@ -166,8 +181,12 @@ def assert_equal_runs(name: str, got: dict, want: dict, tolerance: float = 1e-5)
     np.testing.assert_allclose(got["loss"], want["loss"], rtol=tolerance)
     np.testing.assert_allclose(got["norm"], want["norm"], rtol=tolerance)
     for kind in ("gradients", "model"):
-        for leaf, a, b in zip(leaf_names(want[kind]), jax.tree.leaves(got[kind]),
-                              jax.tree.leaves(want[kind]), strict=True):  # fmt: skip
+        for leaf, a, b in zip(
+            leaf_names(want[kind]),
+            jax.tree.leaves(got[kind]),
+            jax.tree.leaves(want[kind]),
+            strict=True,
+        ):
             assert a.shape == b.shape, f"{kind} {leaf}"
             scale = np.abs(b).max()
             if leaf in ZERO_BY_THEORY.get(name, ()):

@@ -9,10 +9,10 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
-from layouts import MODELS, optimizer, ragged_batch, state_init
 
 import jaxpar as jp
 from jaxpar.checkpoint import Checkpoint
+from layouts import MODELS, optimizer, ragged_batch, state_init
 
 DATA8 = jp.Layout(data=8, precision="fp32")
 OTHERS = {

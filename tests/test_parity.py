@@ -7,7 +7,15 @@ import numpy as np
 import pytest
 
 import jaxpar as jp
-from layouts import LAYOUTS, MODELS, assert_equal_runs, model_init, ragged_batch, reference, run_layout
+from layouts import (
+    LAYOUTS,
+    MODELS,
+    assert_equal_runs,
+    model_init,
+    ragged_batch,
+    reference,
+    run_layout,
+)
 
 
 def cases():
@@ -19,16 +27,22 @@ def cases():
 
 
 COVERING = [
-    ("llama", "data8", 0, 4), ("llama_tied", "data8", 3, 1), ("gpt2", "tensor4", 1, 1),
-    ("llama_kv2", "tensor8", 2, 4), ("llama_tied", "data2_tensor4", 2, 4),
-    ("gpt2", "data2_tensor4", 3, 4), ("llama", "replica2_data2_tensor2", 3, 4),
-    ("gpt2", "replica2_data2_tensor2", 1, 4), ("llama_tied", "replica2_data2_tensor2", 2, 1),
-]  # fmt: skip
+    ("llama", "data8", 0, 4),
+    ("llama_tied", "data8", 3, 1),
+    ("gpt2", "tensor4", 1, 1),
+    ("llama_kv2", "tensor8", 2, 4),
+    ("llama_tied", "data2_tensor4", 2, 4),
+    ("gpt2", "data2_tensor4", 3, 4),
+    ("llama", "replica2_data2_tensor2", 3, 4),
+    ("gpt2", "replica2_data2_tensor2", 1, 4),
+    ("llama_tied", "replica2_data2_tensor2", 2, 1),
+]
 
 
 def check(name, layout, zero, microbatches, **more):
-    layout = jp.Layout(**LAYOUTS[layout], zero=zero, microbatches=microbatches, precision="fp32",
-                       **more)  # fmt: skip
+    layout = jp.Layout(
+        **LAYOUTS[layout], zero=zero, microbatches=microbatches, precision="fp32", **more
+    )
     assert_equal_runs(name, run_layout(name, layout), reference(name))
 
 
@@ -62,7 +76,9 @@ def test_bf16_equals_one_device_to_bf16_accuracy():
     layout = jp.Layout(data=2, tensor=4, zero=3, microbatches=4, precision="bf16")
     got, want = run_layout("llama", layout), reference("llama")
     np.testing.assert_allclose(got["loss"], want["loss"], rtol=2e-2)
-    for a, b in zip(jax.tree.leaves(got["gradients"]), jax.tree.leaves(want["gradients"]), strict=True):
+    for a, b in zip(
+        jax.tree.leaves(got["gradients"]), jax.tree.leaves(want["gradients"]), strict=True
+    ):
         assert a.dtype == np.float32
         assert np.linalg.norm(a - b) <= 2e-2 * np.linalg.norm(b)
 

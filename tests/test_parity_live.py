@@ -35,8 +35,8 @@ LIVE = make_hf.CASES | {
 
 @pytest.fixture(scope="module", autouse=True)
 def libraries():
-    """Imports what the script needs; their own deprecation warnings at import are not ours."""
-    os.environ["HF_HUB_OFFLINE"] = "1"  # no test may fetch anything
+    """Imports the libraries once, with no way to the network."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
     import torch
     import transformers
 

@@ -4,11 +4,11 @@ import itertools
 
 import numpy as np
 import pytest
-from schedule_orders import CUSTOM, grid, v_gpipe
 
 from jaxpar.pipeline.schedules import SCHEDULES
 from jaxpar.pipeline.slots import FAMILIES, colour
 from jaxpar.pipeline.table import lower, runs
+from schedule_orders import CUSTOM, grid, v_gpipe
 
 # ---- an interpreter: buffers hold the names of values, every read must find the right one ----
 

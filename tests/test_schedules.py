@@ -4,7 +4,6 @@ import itertools
 
 import numpy as np
 import pytest
-from schedule_orders import SIZES, grid, megatron_1f1b, megatron_interleaved, with_w, zb_h1
 
 from jaxpar.pipeline.schedules import (
     SCHEDULES,
@@ -18,6 +17,7 @@ from jaxpar.pipeline.schedules import (
 )
 from jaxpar.pipeline.table import lower
 from jaxpar.pipeline.timing import Costs, bubble, makespan, makespan_async
+from schedule_orders import SIZES, grid, megatron_1f1b, megatron_interleaved, with_w, zb_h1
 
 COSTS = Costs(F=1, B=1, W=1)
 # ---- formulas ----

@@ -14,7 +14,6 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from layouts import reference_loss
 
 import jaxpar as jp
 from jaxpar import chips, data, train_setup
@@ -22,6 +21,7 @@ from jaxpar.metrics import read_metrics
 from jaxpar.train import evaluation, make_folder, train, utilization
 from jaxpar.train_config import DEFAULT_LAYOUT, TrainConfig, load_model, model_families
 from jaxpar.train_setup import find_layout, prepare
+from layouts import reference_loss
 
 STEPS = 6
 

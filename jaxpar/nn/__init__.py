@@ -11,8 +11,27 @@ from jaxpar.nn.params import decay_mask, normal, param, stack
 from jaxpar.nn.rotary import RopeScaling, rotate, tables
 
 __all__ = [
-    "Attention", "ColumnLinear", "Embedding", "GeluMLP", "LayerNorm", "RMSNorm", "RopeScaling",
-    "RowLinear", "Settings", "SwiGLU", "decay_mask", "dense_attention", "document_mask", "dropout",
-    "gather_sequence", "local_sequence", "normal", "param", "rotate", "settings", "stack",
-    "sum_partial", "tables",
-]  # fmt: skip
+    "Attention",
+    "ColumnLinear",
+    "Embedding",
+    "GeluMLP",
+    "LayerNorm",
+    "RMSNorm",
+    "RopeScaling",
+    "RowLinear",
+    "Settings",
+    "SwiGLU",
+    "decay_mask",
+    "dense_attention",
+    "document_mask",
+    "dropout",
+    "gather_sequence",
+    "local_sequence",
+    "normal",
+    "param",
+    "rotate",
+    "settings",
+    "stack",
+    "sum_partial",
+    "tables",
+]

@@ -1,7 +1,6 @@
 """Grouped-query attention, heads split over `tensor`."""
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float
 
@@ -34,9 +33,13 @@ def dense_attention(
     attention where the settings say so.
     """
     return jax.nn.dot_product_attention(
-        q, k, v, mask=batch.get("mask"), is_causal=True,
+        q,
+        k,
+        v,
+        mask=batch.get("mask"),
+        is_causal=True,
         implementation=settings(batch).attention_kernel,
-    )  # fmt: skip
+    )
 
 
 class Attention(nnx.Module):
@@ -47,8 +50,16 @@ class Attention(nnx.Module):
     head's queries and keys (Dehghani et al., arXiv 2302.05442).
     """
 
-    def __init__(self, config, *, key: jax.Array, std: float, out_std: float, bias: bool = False,
-                 out_bias: bool = False):  # fmt: skip
+    def __init__(
+        self,
+        config,
+        *,
+        key: jax.Array,
+        std: float,
+        out_std: float,
+        bias: bool = False,
+        out_bias: bool = False,
+    ):
         kq, kk, kv, ko = jax.random.split(key, 4)
         d, n, k, h = config.embed_dim, config.num_heads, config.num_kv_heads, config.head_dim
         self.query = ColumnLinear(d, (n, h), ("heads", "head_dim"), key=kq, std=std, bias=bias)

@@ -18,8 +18,16 @@ class ColumnLinear(nnx.Module):
     x holds the whole sequence and the whole embed dim.
     """
 
-    def __init__(self, embed_dim: int, out: Sequence[int], out_dims: Sequence[str], *,
-                 key: jax.Array, std: float, bias: bool = False):  # fmt: skip
+    def __init__(
+        self,
+        embed_dim: int,
+        out: Sequence[int],
+        out_dims: Sequence[str],
+        *,
+        key: jax.Array,
+        std: float,
+        bias: bool = False,
+    ):
         self.weight = param(normal(key, (embed_dim, *out), std), ("embed", *out_dims))
         self.bias = param(jnp.zeros(out), out_dims, decay=False) if bias else None
 
@@ -36,8 +44,16 @@ class RowLinear(nnx.Module):
     parallelism) or an all-reduce; the bias is added once, after the sum.
     """
 
-    def __init__(self, inputs: Sequence[int], in_dims: Sequence[str], embed_dim: int, *,
-                 key: jax.Array, std: float, bias: bool = False):  # fmt: skip
+    def __init__(
+        self,
+        inputs: Sequence[int],
+        in_dims: Sequence[str],
+        embed_dim: int,
+        *,
+        key: jax.Array,
+        std: float,
+        bias: bool = False,
+    ):
         self.weight = param(normal(key, (*inputs, embed_dim), std), (*in_dims, "embed"))
         self.bias = param(jnp.zeros((embed_dim,)), ("embed",), decay=False) if bias else None
 

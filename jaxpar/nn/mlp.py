@@ -10,8 +10,7 @@ from jaxpar.nn.linear import ColumnLinear, RowLinear
 class SwiGLU(nnx.Module):
     """down(silu(gate(x)) * up(x)) (Shazeer, arXiv 2002.05202). x[b, t, D] -> [b, s, D]."""
 
-    def __init__(self, embed_dim: int, ffn_dim: int, *, key: jax.Array, std: float,
-                 out_std: float):  # fmt: skip
+    def __init__(self, embed_dim: int, ffn_dim: int, *, key: jax.Array, std: float, out_std: float):
         kg, ku, kd = jax.random.split(key, 3)
         self.gate = ColumnLinear(embed_dim, (ffn_dim,), ("ffn",), key=kg, std=std)
         self.up = ColumnLinear(embed_dim, (ffn_dim,), ("ffn",), key=ku, std=std)
@@ -24,8 +23,7 @@ class SwiGLU(nnx.Module):
 class GeluMLP(nnx.Module):
     """down(gelu(up(x))) with biases and the tanh form of GELU. x[b, t, D] -> [b, s, D]."""
 
-    def __init__(self, embed_dim: int, ffn_dim: int, *, key: jax.Array, std: float,
-                 out_std: float):  # fmt: skip
+    def __init__(self, embed_dim: int, ffn_dim: int, *, key: jax.Array, std: float, out_std: float):
         ku, kd = jax.random.split(key)
         self.up = ColumnLinear(embed_dim, (ffn_dim,), ("ffn",), key=ku, std=std, bias=True)
         self.down = RowLinear((ffn_dim,), ("ffn",), embed_dim, key=kd, std=out_std, bias=True)

@@ -66,9 +66,13 @@ def total(x: jax.Array) -> jax.Array:
 
 
 def gather_sequence(x: jax.Array, batch: dict) -> jax.Array:
-    """x[b, s_tensor, D] -> x[b, t, D]: all-gather over tensor, t * D elements a row."""
+    """x[b, s_tensor, D] -> x[b, t, D]: all-gather over tensor, t * D elements a row.
+
+    Without sequence parallelism x is there already; its gradient is summed over tensor here, once
+    for all its uses.
+    """
     if not settings(batch).sequence_parallel:
-        return x
+        return vary(x, ("tensor",))
     return lax.all_gather(x, "tensor", axis=1, tiled=True)
 
 

@@ -13,8 +13,9 @@ def param(value: jax.Array, dims: Sequence[str | None], *, decay: bool = True) -
     `decay` says whether weight decay applies to it: to matrices, not to biases or norm scales.
     """
     if len(dims) != value.ndim:
-        raise ValueError(f"dims {tuple(dims)} name {len(dims)} dimensions, "
-                         f"the value has shape {value.shape}")  # fmt: skip
+        raise ValueError(
+            f"dims {tuple(dims)} name {len(dims)} dimensions, the value has shape {value.shape}"
+        )
     return nnx.Param(value, dims=tuple(dims), decay=decay)
 
 

@@ -33,8 +33,9 @@ def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Flo
     return freqs * (keep + (1 - keep) / scaling.factor)
 
 
-def tables(positions: Int[Array, "B T"], head_dim: int, theta: float,
-           scaling: RopeScaling | None = None):  # fmt: skip
+def tables(
+    positions: Int[Array, "B T"], head_dim: int, theta: float, scaling: RopeScaling | None = None
+):
     """cos and sin, fp32 [B, T, 1, H/2], for `rotate`; computed once for all layers."""
     angles = positions[..., None, None] * frequencies(head_dim, theta, scaling)
     return jnp.cos(angles), jnp.sin(angles)

@@ -11,9 +11,17 @@ from jax import lax
 from jaxpar import _jax_compat
 from jaxpar.nn.parallel import vary, vary_like
 
+EMPTY = 0.0
+"""What stands where nothing was computed; nothing may depend on it, and tests set it to NaN."""
+
+
+def empty(shape, dtype) -> jax.Array:
+    """An array that nobody may read anything from."""
+    return jnp.full(shape, EMPTY if jnp.issubdtype(dtype, jnp.inexact) else 0, dtype)
+
 
 def when(predicate, function, *args):
-    """function(*args) where `predicate`, else zeros of its shapes; nothing is computed there."""
+    """function(*args) where `predicate`, else empty arrays of its shapes, and nothing computed."""
     shapes = jax.make_jaxpr(function)(*args).out_avals
     tree = jax.tree.structure(jax.eval_shape(function, *args))
     axes = _jax_compat.varying_axes(predicate)
@@ -22,7 +30,8 @@ def when(predicate, function, *args):
         return [vary(x, sorted(axes)) for x in jax.tree.leaves(function(*args))]
 
     def idle(*args):
-        return [vary(jnp.zeros(a.shape, a.dtype), sorted(_jax_compat.varying_axes(a) | axes)) for a in shapes]
+        typed = [(a, sorted(_jax_compat.varying_axes(a) | axes)) for a in shapes]
+        return [vary(empty(a.shape, a.dtype), over) for a, over in typed]
 
     return tree.unflatten(lax.cond(predicate, run, idle, *args))
 

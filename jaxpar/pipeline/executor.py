@@ -15,14 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxpar import _jax_compat
 from jaxpar.nn.parallel import vary, vary_like
-from jaxpar.pipeline import stage, ticks
+from jaxpar.pipeline import buffers, stage, ticks
 from jaxpar.pipeline.branch import update_when, when
+from jaxpar.pipeline.buffers import AXIS
 from jaxpar.pipeline.stage import Span, Stack, Structure
 from jaxpar.pipeline.table import Table
-
-AXIS = "pipe"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,8 +55,15 @@ class Program:
         return Span(size, chunk * size, number, count)
 
 
-def run(program: Program, outer: list, layers: list, microbatches: dict, outer_sums: list,
-        layer_sums: list, scale):  # fmt: skip
+def run(
+    program: Program,
+    outer: list,
+    layers: list,
+    microbatches: dict,
+    outer_sums: list,
+    layer_sums: list,
+    scale,
+):
     """Runs every microbatch, arrays [M, b, t], forward and backward.
 
     Returns (loss sum, outer sums, layer sums); `scale` multiplies the loss before the backward.
@@ -76,9 +81,12 @@ def evaluate(program: Program, outer: list, layers: list, microbatches: dict):
     """(sum, count) of the loss over all microbatches: the table's forward ticks, nothing kept."""
     tick = Tick(program, outer, layers, microbatches, jnp.float32(1), Structure())
     me = vary(jnp.int32(0), (AXIS,))
-    x = _typed(lambda: program.embed(program.fetch_outer(outer, ()), tick._batch(me)))
-    totals = [_zeros(a, axes=()) for a in _typed(lambda: tick._loss(_zeros(x), jnp.int32(0)))]
-    carry = {"x": _buffer(x, max(program.table.slots_input)), "kept": [], "totals": totals}
+    x = buffers.typed(lambda: program.embed(program.fetch_outer(outer, ()), tick._batch(me)))
+    totals = [
+        vary_like(jnp.zeros(a.shape), buffers.blank(a, axes=()))
+        for a in buffers.typed(lambda: tick._loss(buffers.blank(x), jnp.int32(0)))
+    ]
+    carry = {"x": buffers.buffer(x, max(program.table.slots_input)), "kept": [], "totals": totals}
     for segment in ticks.segments(program.table):
         if segment.forward:
             scanned = jax.tree.map(jnp.asarray, ticks.arrays(program.table, segment, False))
@@ -101,22 +109,24 @@ class Tick:
         """Empty buffers, one entry per slot of the stage that needs most."""
         table, whole = self.program.table, self.program.stack.remat == "stage"
         me, batch = lax.axis_index(AXIS), self._batch(vary(jnp.int32(0), (AXIS,)))
-        x = _typed(lambda: self.program.embed(self.program.fetch_outer(self.outer, ()), batch))
+        x = buffers.typed(
+            lambda: self.program.embed(self.program.fetch_outer(self.outer, ()), batch)
+        )
         span = self.program.span(me, vary(jnp.int32(0), (AXIS,)))
-        y, kept = _typed(lambda: self._forward(_zeros(x), batch, span))
+        y, kept = buffers.typed(lambda: self._forward(buffers.blank(x), batch, span))
         slots_x = table.slots_stage if whole else table.slots_input
         carry = {
-            "x": _buffer(x, max(slots_x)),
-            "kept": [_buffer(k, max(table.slots_kept)) for k in kept],
-            "grad": _buffer(y, max(table.slots_grad)),
-            "dx": _zeros(y),
+            "x": buffers.buffer(x, max(slots_x)),
+            "kept": [buffers.buffer(k, max(table.slots_kept)) for k in kept],
+            "grad": buffers.buffer(y, max(table.slots_grad)),
+            "dx": buffers.blank(y),
             "outer": outer_sums,
             "layers": layer_sums,
         }
         if ticks.loss_gradient_waits(table):
-            carry["loss_grad"] = _buffer(y, max(table.slots_kept))
-        loss, _ = _typed(lambda: self._loss(_zeros(x), jnp.int32(0)))
-        return carry | {"loss": _zeros(loss, axes=())}
+            carry["loss_grad"] = buffers.buffer(y, max(table.slots_kept))
+        loss, _ = buffers.typed(lambda: self._loss(buffers.blank(x), jnp.int32(0)))
+        return carry | {"loss": vary_like(jnp.zeros(loss.shape), buffers.blank(loss, axes=()))}
 
     def run(self, segment, carry: dict, now: dict):
         carry, at = dict(carry), now["alike"]
@@ -124,7 +134,7 @@ class Tick:
         mine = {name: a[me] for name, a in now["stage"].items()}
         for i, pairs in segment.receives:
             arrived = lax.ppermute(carry["dx"], AXIS, pairs)
-            carry["grad"] = _write(carry["grad"], mine[f"arrives_{i}"], arrived)
+            carry["grad"] = buffers.write(carry["grad"], mine[f"arrives_{i}"], arrived)
         arrivals = []
         if segment.forward:
             entering = self._embed(segment.embed, at["embed"], carry)
@@ -134,13 +144,13 @@ class Tick:
             from_loss = self._head(segment.head, at, y, carry)
         if segment.backward:
             if "loss_grad" in carry:
-                from_loss = _read(carry["loss_grad"], at["head_slot_used"])
+                from_loss = buffers.read(carry["loss_grad"], at["head_slot_used"])
             elif not segment.forward:
-                from_loss = _zeros_like(carry["dx"])
+                from_loss = buffers.blank_like(carry["dx"])
             carry["dx"] = self._run_backward(mine, from_loss, me, carry)
             self._embed_back(segment.embed_back, at["embed_back"], carry)
         for slot, value in arrivals:
-            carry["x"] = _write(carry["x"], slot, value)
+            carry["x"] = buffers.write(carry["x"], slot, value)
         return carry, None
 
     def run_forward_only(self, segment, carry: dict, now: dict):
@@ -148,10 +158,12 @@ class Tick:
         mine = {name: a[me] for name, a in now["stage"].items()}
         y = self._run_forward(mine, self._embed(segment.embed, at["embed"], carry), me, carry)
         if segment.head != "never":
-            new = when(at["head"] >= 0, self._loss, y, at["head"])
-            carry["totals"] = [a + b for a, b in zip(carry["totals"], new, strict=True)]
+            add = lambda sums, y: [a + b for a, b in zip(sums, self._loss(y, at["head"]))]  # noqa
+            carry["totals"] = update_when(at["head"] >= 0, add, carry["totals"], y)
         for i, pairs in segment.sends:
-            carry["x"] = _write(carry["x"], mine[f"arrives_{i}"], lax.ppermute(y, AXIS, pairs))
+            carry["x"] = buffers.write(
+                carry["x"], mine[f"arrives_{i}"], lax.ppermute(y, AXIS, pairs)
+            )
         return carry, None
 
     # ---- the phases of a tick
@@ -163,7 +175,7 @@ class Tick:
             return self.program.embed(self.program.fetch_outer(self.outer, (m,)), self._batch(m))
 
         if often == "never":
-            return _zeros_like(carry["x"][0])
+            return buffers.blank_like(carry["x"][0])
         return embed(m) if often == "always" else when(m >= 0, embed, m)
 
     def _run_forward(self, mine, entering, me, carry):
@@ -171,22 +183,23 @@ class Tick:
         whole = self.program.stack.remat == "stage"
         slot = mine["f_stage" if whole else "f_input"]
         first = jnp.asarray(table.parts)[me, chunk] == 0
-        x = jnp.where(first, entering, _read(carry["x"], slot))
+        x = jnp.where(first, entering, buffers.read(carry["x"], slot))
         batch, span = self._batch(m), self.program.span(me, jnp.maximum(chunk, 0))
         if self.program.idle == "skip":
             y, kept = when(m >= 0, lambda x: self._forward(x, batch, span), x)
         else:
             y, kept = self._forward(x, batch, span)
         if whole:
-            carry["x"] = _write(carry["x"], jnp.where(first & (m >= 0), slot, -1), x)
-        carry["kept"] = [_write(b, mine["f_kept"], k)
-                         for b, k in zip(carry["kept"], kept, strict=True)]  # fmt: skip
+            carry["x"] = buffers.write(carry["x"], jnp.where(first & (m >= 0), slot, -1), x)
+        carry["kept"] = [
+            buffers.write(b, mine["f_kept"], k) for b, k in zip(carry["kept"], kept, strict=True)
+        ]
         return y
 
     def _head(self, often, at, y, carry):
         """Loss and its gradient of the microbatch that left the model, shared by all stages."""
         if often == "never":
-            return _zeros_like(y)
+            return buffers.blank_like(y)
 
         def head(state, y):
             loss, sums = state
@@ -201,31 +214,42 @@ class Tick:
             loss, sums, dx = head(state, y)
         else:
             loss, sums, dx = update_when(
-                at["head"] >= 0, lambda s, y: head(s[:2], y), (*state, _zeros_like(y)), y)  # fmt: skip
+                at["head"] >= 0, lambda s, y: head(s[:2], y), (*state, buffers.blank_like(y)), y
+            )
         carry["loss"], carry["outer"] = vary_like(loss, carry["loss"]), sums
         if "loss_grad" in carry:
-            carry["loss_grad"] = _write(carry["loss_grad"], at["head_slot"], dx)
+            carry["loss_grad"] = buffers.write(carry["loss_grad"], at["head_slot"], dx)
         return dx
 
     def _run_backward(self, mine, from_loss, me, carry):
         table, m, chunk = self.program.table, mine["b_microbatch"], mine["b_chunk"]
         last = jnp.asarray(table.parts)[me, chunk] == table.parts.max()
-        dy = jnp.where(last, from_loss, _read(carry["grad"], mine["b_grad"]))
+        dy = jnp.where(last, from_loss, buffers.read(carry["grad"], mine["b_grad"]))
         whole = self.program.stack.remat == "stage"
-        x = _read(carry["x"], mine["b_stage"]) if whole else None
-        kept = [_read(b, mine["b_kept"]) for b in carry["kept"]]
+        x = buffers.read(carry["x"], mine["b_stage"]) if whole else None
+        kept = [buffers.read(b, mine["b_kept"]) for b in carry["kept"]]
         batch, span = self._batch(m), self.program.span(me, jnp.maximum(chunk, 0))
 
         def back(state, active=None):
             _, sums = state
             saved = kept
             if whole:
-                _, saved = stage.forward(self.program.stack, self.layers, x, batch, span,
-                                         self.structure)  # fmt: skip
-            return stage.backward(self.program.stack, self.layers, saved, dy, batch, sums, span,
-                                  self.structure, active)  # fmt: skip
+                _, saved = stage.forward(
+                    self.program.stack, self.layers, x, batch, span, self.structure
+                )
+            return stage.backward(
+                self.program.stack,
+                self.layers,
+                saved,
+                dy,
+                batch,
+                sums,
+                span,
+                self.structure,
+                active,
+            )
 
-        state = (_zeros_like(carry["dx"]), carry["layers"])
+        state = (buffers.blank_like(carry["dx"]), carry["layers"])
         if self.program.idle == "skip":
             dx, carry["layers"] = update_when(m >= 0, back, state)
         else:
@@ -233,7 +257,7 @@ class Tick:
         return dx
 
     def _embed_back(self, often, m, carry):
-        """The gradient at the embedding, from the first stage to every stage's part of the table."""
+        """The embedding's gradient, from the first stage to every stage's part of the table."""
         if often == "never":
             return
         first = ticks.places(self.program.table)[0][0]
@@ -277,32 +301,3 @@ class Tick:
     def _add(self, sums, gradients):
         gradients = self.program.give_back_outer(gradients)
         return [s + g.astype(jnp.float32) for s, g in zip(sums, gradients, strict=True)]
-
-
-def _typed(function):
-    """Shapes and mesh types of what `function` returns; nothing runs."""
-    avals = jax.make_jaxpr(function)().out_avals
-    return jax.tree.unflatten(jax.tree.structure(jax.eval_shape(function)), avals)
-
-
-def _zeros(aval, lead=(), axes=(AXIS,)):
-    axes = _jax_compat.varying_axes(aval) | set(axes)
-    return vary(jnp.zeros((*lead, *aval.shape), aval.dtype), sorted(axes))
-
-
-def _zeros_like(x):
-    return vary_like(jnp.zeros(x.shape, x.dtype), x)
-
-
-def _buffer(aval, slots: int):
-    return _zeros(aval, (slots,))
-
-
-def _read(buffer, slot):
-    return lax.dynamic_index_in_dim(buffer, jnp.maximum(slot, 0), keepdims=False)
-
-
-def _write(buffer, slot, value):
-    """Writes `value` where slot >= 0; elsewhere the buffer stays as it is."""
-    value = jnp.where(slot >= 0, value, _read(buffer, slot))
-    return lax.dynamic_update_index_in_dim(buffer, value, jnp.maximum(slot, 0), axis=0)

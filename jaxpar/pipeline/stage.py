@@ -60,8 +60,9 @@ class Structure:
     sources: list | None = None
 
 
-def forward(stack: Stack, layers: list, x: jax.Array, batch: dict, span: Span,
-            structure: Structure):  # fmt: skip
+def forward(
+    stack: Stack, layers: list, x: jax.Array, batch: dict, span: Span, structure: Structure
+):
     """Runs the blocks. Returns (x, kept), kept a list of arrays with a leading layers dim."""
 
     def block(x, i):
@@ -84,8 +85,17 @@ def forward(stack: Stack, layers: list, x: jax.Array, batch: dict, span: Span,
     return lax.scan(body, x, _places(span))
 
 
-def backward(stack: Stack, layers: list, kept: list, dx: jax.Array, batch: dict, sums: list,
-             span: Span, structure: Structure, active=None):  # fmt: skip
+def backward(
+    stack: Stack,
+    layers: list,
+    kept: list,
+    dx: jax.Array,
+    batch: dict,
+    sums: list,
+    span: Span,
+    structure: Structure,
+    active=None,
+):
     """Goes back through the blocks. Returns (dx, sums): sums with each layer's gradients added.
 
     Where `active` is given and false, gradients of whatever was computed are not added.

@@ -38,12 +38,14 @@ def edges(table: Table) -> dict[str, np.ndarray]:
     to the first; -1 for none."""
     first, last = places(table)
     return {
-        "embed": np.where(table.f.chunk[:, first[0]] == first[1], table.f.microbatch[:, first[0]], -1),
+        "embed": np.where(
+            table.f.chunk[:, first[0]] == first[1], table.f.microbatch[:, first[0]], -1
+        ),
         "head": np.where(table.f.chunk[:, last[0]] == last[1], table.f.microbatch[:, last[0]], -1),
         "embed_back": np.where(
             table.b.chunk[:, first[0]] == first[1], table.b.microbatch[:, first[0]], -1
         ),
-    }  # fmt: skip
+    }
 
 
 def places(table: Table) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -75,12 +77,17 @@ def segments(table: Table) -> list[Segment]:
     result = []
     for a, b in zip(starts, [*starts[1:], len(kinds)], strict=True):
         forward, backward, sends, receives = kinds[a]
-        result.append(Segment(
-            a, b, forward, backward,
-            tuple((i, _pairs(table, i, a, b)) for i in sends),
-            tuple((i, _pairs(table, i, a - 1, b - 1)) for i in receives),
-            *(_often(at[name][a:b]) for name in ("embed", "head", "embed_back")),
-        ))  # fmt: skip
+        result.append(
+            Segment(
+                a,
+                b,
+                forward,
+                backward,
+                tuple((i, _pairs(table, i, a, b)) for i in sends),
+                tuple((i, _pairs(table, i, a - 1, b - 1)) for i in receives),
+                *(_often(at[name][a:b]) for name in ("embed", "head", "embed_back")),
+            )
+        )
     return result
 
 
