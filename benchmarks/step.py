@@ -34,13 +34,18 @@ LAYOUTS = {
     "zero3_block": dict(data=8, zero=3, remat="block", precision="fp32"),
     "tensor4": dict(data=2, tensor=4, precision="fp32"),
     "replica2": dict(replica=2, data=4, microbatches=2, precision="fp32"),
+    "pipe4": dict(pipe=4, data=2, microbatches=16, precision="fp32"),
+    "pipe4_stage": dict(pipe=4, data=2, microbatches=16, remat="stage", precision="fp32"),
+    "pipe4_chunks2": dict(pipe=4, data=2, microbatches=16, schedule="interleaved", chunks=2,
+                          precision="fp32"),
+    "pipe2_tensor2": dict(pipe=2, data=2, tensor=2, microbatches=16, precision="fp32"),
 }
 """Name -> settings of the layouts measured by default, in the type that CPUs compute in."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What is trained: a preset such as llama:tiny, and the global batch [rows, seq_len]."""
+    """What is trained: a preset, fields changed after it, and the global batch [rows, seq_len]."""
 
     model: str = "llama:tiny"
     global_batch: int = 32
@@ -97,6 +102,14 @@ def find_layout(name: str) -> jp.Layout:
     return jp.Layout(**LAYOUTS[name]) if name in LAYOUTS else jp.load_layout(name)
 
 
+def find_model(name: str):
+    """(module, config) of family:preset, with fields changed as in llama:tiny:num_layers=8."""
+    family, preset, *changes = name.split(":")
+    module = importlib.import_module(f"jaxpar.models.{family}")
+    fields = (change.split("=") for change in ",".join(changes).split(",") if change)
+    return module, module.preset(preset, **{field: int(value) for field, value in fields})
+
+
 def random_batch(vocab_size: int, work: Work, sharding) -> dict:
     """Random tokens and targets, all counted."""
     rng = np.random.default_rng(0)
@@ -108,9 +121,7 @@ def random_batch(vocab_size: int, work: Work, sharding) -> dict:
 
 def prepare(layout: jp.Layout, work: Work) -> Job:
     """Compiles the train step (AdamW, clipping) of `work` under a layout."""
-    family, _, preset = work.model.partition(":")
-    module = importlib.import_module(f"jaxpar.models.{family}")
-    config = module.preset(preset)
+    module, config = find_model(work.model)
     tx = optax.adamw(3e-4, mask=jp.decay_mask)
 
     def init(key):

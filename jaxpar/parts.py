@@ -1,6 +1,7 @@
 """A model taken apart: which leaves are layers, and how each leaf is split."""
 
 import dataclasses
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +50,11 @@ def take_apart(model, layout: Layout) -> Parts:
                 f"{type(model).__name__} has no `{name}`; a model needs `embed(batch)`, "
                 "a stack `layers` and `block(layer, x, batch)`"
             )
+    return read_parts(model, layout)
+
+
+def read_parts(model, layout: Layout) -> Parts:
+    """Takes any pytree with an entry `layers` apart; leaves without dims are split by ZeRO only."""
     is_variable = lambda v: isinstance(v, nnx.Variable)  # noqa: E731
     flat, _ = jax.tree_util.tree_flatten_with_path(model, is_leaf=is_variable)
     splits, is_layer = [], []
@@ -60,16 +66,32 @@ def take_apart(model, layout: Layout) -> Parts:
                 f"{path} has type {value.dtype}; every leaf of a model is a parameter "
                 "and must be a floating-point array"
             )
-        inside = path.startswith("layers.")
+        inside = path.split(".")[0] == "layers"
         names = leaf.get_metadata().get("dims") if is_variable(leaf) else None
         names = names or (("layers",) if inside else ()) + (None,) * (value.ndim - inside)
         splits.append(split_param(path, value.shape, value.dtype, names, layout))
         is_layer.append(inside)
-    return Parts(
-        tuple(splits), tuple(is_layer), jax.tree.structure(model), jax.tree.structure(model.layers)
-    )
+    layers = jax.tree.structure(layers_of(model))
+    return Parts(tuple(splits), tuple(is_layer), jax.tree.structure(model), layers)
+
+
+def layers_of(model):
+    """The stack of layers, by key or by attribute; ValueError where there is none."""
+    layers = model.get("layers") if isinstance(model, Mapping) else getattr(model, "layers", None)
+    if layers is None or not jax.tree.leaves(layers):
+        raise ValueError(
+            f"the parameters ({type(model).__name__}) have no entry `layers`; put the weights of "
+            "all blocks there, each with a leading dim of layers"
+        )
+    lengths = {leaf.shape[:1] for leaf in jax.tree.leaves(layers)}
+    if len(lengths) != 1 or () in lengths:
+        raise ValueError(
+            f"the leaves of `layers` have leading sizes {sorted(lengths)}; all must have one "
+            "leading dim, the number of layers"
+        )
+    return layers
 
 
 def num_layers(model) -> int:
     """Length of the stack `layers`."""
-    return jax.tree.leaves(model.layers)[0].shape[0]
+    return jax.tree.leaves(layers_of(model))[0].shape[0]

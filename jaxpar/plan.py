@@ -20,7 +20,7 @@ from jaxpar.layout import BATCH_AXES, Layout
 from jaxpar.mesh import make_mesh
 from jaxpar.parts import Parts, num_layers, take_apart
 from jaxpar.placement import Placement, pipeline_table, place_layers
-from jaxpar.region import Region, batch_spec
+from jaxpar.region import Functions, Region, batch_spec, methods
 from jaxpar.splits import Split, split_state
 
 
@@ -100,7 +100,9 @@ class Plan:
         def function(model, batch):
             check_batch(self.layout, batch)
             parts = take_apart(model, self.layout)
-            return self._region(loss, parts).value(jax.tree.leaves(model), dict(batch))
+            return self._region(methods(model, loss), parts).value(
+                jax.tree.leaves(model), dict(batch)
+            )
 
         return function
 
@@ -150,13 +152,15 @@ class Plan:
         check_batch(self.layout, batch)
         leaves, tree = jax.tree.flatten(model)
         parts = take_apart(model, self.layout)
-        value, count, gradients = self._region(loss, parts).value_and_grad(leaves, dict(batch), key)
+        value, count, gradients = self._region(methods(model, loss), parts).value_and_grad(
+            leaves, dict(batch), key
+        )
         return value, count, tree.unflatten(gradients)
 
-    def _region(self, loss, parts: Parts) -> Region:
+    def _region(self, functions: Functions, parts: Parts) -> Region:
         on_gpu = self.mesh.devices.flat[0].platform in ("gpu", "cuda")
         kernel = "cudnn" if on_gpu and self.layout.precision == "bf16" else "xla"
-        return Region(self.layout, self.mesh, parts, loss, self.placement, kernel)
+        return Region(self.layout, self.mesh, parts, functions, self.placement, kernel)
 
     def __str__(self) -> str:
         from jaxpar.report import plan_text

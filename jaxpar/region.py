@@ -26,18 +26,47 @@ COMPUTE = {"bf16": jnp.bfloat16, "fp32": jnp.float32}
 
 def batch_spec(layout: Layout) -> PartitionSpec:
     """Rows over (replica, data, expert), sequence over context."""
-    rows, seq = layout.present(BATCH_AXES), layout.present(("context",))
-    return PartitionSpec(rows or None, seq[0] if seq else None)
+    rows, seq = layout.present(BATCH_AXES) or None, layout.present(("context",))
+    return PartitionSpec(rows, seq[0]) if seq else PartitionSpec(rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class Functions:
+    """What a model does, as functions of the model with its outer parameters.
+
+    `embed(model, batch) -> x`, `block(model, layer, x, batch) -> x`, `loss(model, x, batch) ->
+    (sum, count)`, `prepare(model, batch) -> batch`.
+    """
+
+    embed: Callable
+    block: Callable
+    loss: Callable
+    prepare: Callable
+
+
+def methods(model, loss: Callable) -> Functions:
+    """The functions of a model with methods `embed`, `block` and perhaps `prepare`."""
+    prepare = (lambda m, batch: m.prepare(batch)) if hasattr(model, "prepare") else _as_it_is
+    return Functions(
+        lambda m, batch: m.embed(batch),
+        lambda m, layer, x, batch: m.block(layer, x, batch),
+        loss,
+        prepare,
+    )
+
+
+def _as_it_is(model, batch: dict) -> dict:
+    return batch
 
 
 @dataclasses.dataclass(frozen=True)
 class Region:
-    """One loss function on one kind of model, ready to run inside `shard_map`."""
+    """The functions of one kind of model, ready to run inside `shard_map`."""
 
     layout: Layout
     mesh: Mesh
     parts: Parts
-    loss: Callable
+    functions: Functions
     placement: Placement
     attention_kernel: str = "xla"
 
@@ -142,9 +171,7 @@ class Region:
         return total(sums.sum()), total(counts.sum())
 
     def _sum_and_count(self, outer, x, batch):
-        loss_sum, count = self.loss(self.parts.model(outer), x, batch)
-        count = jnp.float32(1) if count is None else jnp.asarray(count, jnp.float32)
-        return loss_sum.astype(jnp.float32), count
+        return checked_loss(self.functions.loss(self.parts.model(outer), x, batch))
 
     def _program(self, key, train: bool = True) -> executor.Program:
         """The model and its schedule, as the pipeline's executor takes them."""
@@ -205,12 +232,12 @@ class Region:
             return [give_back(g, s, self.layout) for g, s in zip(gradients, splits, strict=True)]
 
         def block(weights, x, batch):
-            return model.block(tree.unflatten(weights), x, batch)
+            return self.functions.block(model, tree.unflatten(weights), x, batch)
 
         return stage.Stack(block, fetch_layer, give_back_layer, self.layout.remat)
 
     def _embed(self, outer: list, batch: dict):
-        x = self.parts.model(outer).embed(batch)
+        x = self.functions.embed(self.parts.model(outer), batch)
         return vary(x, self._activation_axes)
 
     @property
@@ -238,7 +265,7 @@ class Region:
     def _prepare(self, rows: dict, key) -> dict:
         """A microbatch as the model sees it."""
         batch = {**rows, "settings": self._settings}
-        if "positions" not in batch:
+        if "positions" not in batch and "tokens" in batch:
             length = batch["tokens"].shape[1]
             batch["positions"] = jnp.broadcast_to(
                 jnp.arange(length, dtype=jnp.int32), batch["tokens"].shape
@@ -246,7 +273,7 @@ class Region:
         if key is not None:
             batch["dropout_key"] = key
         model = self.parts.model([None] * len(self.parts.outer(self.parts.splits)))
-        return model.prepare(batch) if hasattr(model, "prepare") else batch
+        return self.functions.prepare(model, batch)
 
     def _count(self, batch: dict):
         """The global count and 1 / count, before anything runs. 1 / 0 becomes 0.
@@ -278,3 +305,22 @@ class Region:
             jax.ShapeDtypeStruct(used_shape(s, self.layout), compute)
             for s in self.parts.outer(self.parts.splits)
         ]
+
+
+def checked_loss(result):
+    """(sum, count) of a loss function's result, fp32; ValueError where it can not be added up."""
+    if not (isinstance(result, tuple) and len(result) == 2):
+        raise ValueError(
+            "the loss must return (sum, count): the sum over its tokens and how many it counted; "
+            f"found {type(result).__name__}. Return (sum, None) for a plain sum"
+        )
+    loss_sum, count = result
+    count = jnp.float32(1) if count is None else jnp.asarray(count, jnp.float32)
+    shared = _jax_compat.varying_axes(loss_sum) - _jax_compat.varying_axes(count)
+    if "tensor" in shared and result[1] is not None:
+        raise ValueError(
+            "the loss sum was computed as a whole by every tensor device, but its count only once, "
+            "so adding up would count it several times; use jaxpar.loss.cross_entropy, or take "
+            "tokens and weights of this device's share (jaxpar.nn.local_sequence)"
+        )
+    return loss_sum.astype(jnp.float32), count

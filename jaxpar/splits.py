@@ -67,7 +67,7 @@ def split_param(
     not divide is a ValueError naming parameter, dim, size, axis and axis size.
     """
     shape, dims = tuple(shape), tuple(dims)
-    axes: list[tuple[str, ...]] = [layout.present(dim_rules.axes_of(d)) for d in dims]
+    axes = _own_axes(path, dims, layout)
     uneven, notes = None, []
     for i, dim in enumerate(dims):
         if shape[i] % layout.size(axes[i]):
@@ -96,6 +96,23 @@ def split_param(
         _vary_axes(dims, axes, uneven, layout),
         "; ".join(notes),
     )
+
+
+def _own_axes(path, dims, layout: Layout) -> list[tuple[str, ...]]:
+    """The axes that the rules give each dim; ValueError where they cannot hold."""
+    try:
+        axes = [layout.present(dim_rules.axes_of(d)) for d in dims]
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    owner = {}
+    for dim, axis in ((d, axis) for d, entry in zip(dims, axes, strict=True) for axis in entry):
+        if axis in owner:
+            raise ValueError(
+                f"{path}: dims {owner[axis]!r} and {dim!r} of one array are both split over "
+                f"{axis}; an axis can split one of them, so use None for the other"
+            )
+        owner[axis] = dim
+    return axes
 
 
 def _vary_axes(dims, axes, uneven, layout: Layout) -> tuple[str, ...]:

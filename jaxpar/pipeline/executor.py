@@ -7,6 +7,7 @@ Values live in ring buffers whose slots the table gives; nothing grows with the 
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from functools import partial
 
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxpar import _jax_compat
 from jaxpar.nn.parallel import vary, vary_like
 from jaxpar.pipeline import buffers, stage, ticks
 from jaxpar.pipeline.branch import update_when, when
@@ -84,7 +86,7 @@ def evaluate(program: Program, outer: list, layers: list, microbatches: dict):
     x = buffers.typed(lambda: program.embed(program.fetch_outer(outer, ()), tick._batch(me)))
     totals = [
         vary_like(jnp.zeros(a.shape), buffers.blank(a, axes=()))
-        for a in buffers.typed(lambda: tick._loss(buffers.blank(x), jnp.int32(0)))
+        for a in buffers.typed(lambda: tick._stored_loss(buffers.blank(x), jnp.int32(0)))
     ]
     carry = {"x": buffers.buffer(x, max(program.table.slots_input)), "kept": [], "totals": totals}
     for segment in ticks.segments(program.table):
@@ -125,7 +127,7 @@ class Tick:
         }
         if ticks.loss_gradient_waits(table):
             carry["loss_grad"] = buffers.buffer(y, max(table.slots_kept))
-        loss, _ = buffers.typed(lambda: self._loss(buffers.blank(x), jnp.int32(0)))
+        loss, _ = buffers.typed(lambda: self._stored_loss(buffers.blank(x), jnp.int32(0)))
         return carry | {"loss": vary_like(jnp.zeros(loss.shape), buffers.blank(loss, axes=()))}
 
     def run(self, segment, carry: dict, now: dict):
@@ -158,13 +160,23 @@ class Tick:
         mine = {name: a[me] for name, a in now["stage"].items()}
         y = self._run_forward(mine, self._embed(segment.embed, at["embed"], carry), me, carry)
         if segment.head != "never":
-            add = lambda sums, y: [a + b for a, b in zip(sums, self._loss(y, at["head"]))]  # noqa
+            add = lambda sums, y: [a + b for a, b in zip(sums, self._stored_loss(y, at["head"]))]  # noqa
             carry["totals"] = update_when(at["head"] >= 0, add, carry["totals"], y)
         for i, pairs in segment.sends:
             carry["x"] = buffers.write(
                 carry["x"], mine[f"arrives_{i}"], lax.ppermute(y, AXIS, pairs)
             )
         return carry, None
+
+    @functools.cached_property
+    def by_rows(self) -> bool:
+        """Whether each stage takes a share of a microbatch's rows through the head."""
+        outer, m = self.program.fetch_outer(self.outer, ()), jnp.int32(0)
+        batch = self._batch(m)
+        x = buffers.typed(lambda: self.program.embed(outer, batch))
+        whole = lambda: self.program.loss(outer, lax.psum(buffers.blank(x), AXIS), batch)  # noqa: E731
+        split = AXIS not in _jax_compat.varying_axes(buffers.typed(whole)[0])
+        return not split and x.shape[0] % self.program.table.stages == 0
 
     # ---- the phases of a tick
 
@@ -203,9 +215,8 @@ class Tick:
 
         def head(state, y):
             loss, sums = state
-            batch, x = self._batch(at["head"]), self._from_last(y)
-            outer = self.program.fetch_outer(self.outer, (x,))
-            value, back = jax.vjp(lambda w, x: self.program.loss(w, x, batch)[0], outer, x)
+            outer = self.program.fetch_outer(self.outer, (y,))
+            value, back = jax.vjp(lambda w, y: self._loss(w, y, at["head"])[0], outer, y)
             gradients, dx = back(vary_like(self.scale, value))
             return loss + value, self._add(sums, gradients), vary_like(dx, y)
 
@@ -276,27 +287,42 @@ class Tick:
 
     # ---- pieces
 
-    def _batch(self, m) -> dict:
-        rows = jax.tree.map(
-            lambda a: lax.dynamic_index_in_dim(a, jnp.maximum(m, 0), keepdims=False),
-            self.microbatches,
-        )
-        return self.program.prepare(rows)
+    def _batch(self, m, share: bool = False) -> dict:
+        """Microbatch m as the model sees it; with `share` this stage's part of its rows."""
+
+        def pick(a):
+            a = lax.dynamic_index_in_dim(a, jnp.maximum(m, 0), keepdims=False)
+            rows = a.shape[0] // self.program.table.stages
+            if not share:
+                return a
+            return lax.dynamic_slice_in_dim(a, lax.axis_index(AXIS) * rows, rows, axis=0)
+
+        return self.program.prepare(jax.tree.map(pick, self.microbatches))
 
     def _forward(self, x, batch, span):
         if self.program.stack.remat in ("stage", "nothing"):
             return stage.apply(self.program.stack, self.layers, x, batch, span), []
         return stage.forward(self.program.stack, self.layers, x, batch, span, self.structure)
 
-    def _loss(self, y, m):
-        """(sum, count) of a microbatch whose last activations the last stage holds in y."""
-        x = self._from_last(y)
-        return self.program.loss(self.program.fetch_outer(self.outer, (x,)), x, self._batch(m))
+    def _loss(self, outer, y, m):
+        """(sum, count) of a microbatch whose last activations the last stage holds in y.
 
-    def _from_last(self, y):
-        """The last stage's y on all stages: one all-reduce over pipe."""
+        A head split over pipe (its sum is equal on all stages) gets x by an all-reduce. Any other
+        head gets a share of the rows on each stage by a reduce-scatter, or where the rows do not
+        divide is counted on the last stage alone.
+        """
         last = ticks.places(self.program.table)[1][0]
-        return lax.psum(jnp.where(lax.axis_index(AXIS) == last, y, 0), AXIS)
+        y = jnp.where(lax.axis_index(AXIS) == last, y, 0)
+        if not self.by_rows:
+            loss_sum, count = self.program.loss(outer, lax.psum(y, AXIS), self._batch(m))
+            if AXIS in _jax_compat.varying_axes(loss_sum):
+                loss_sum = jnp.where(lax.axis_index(AXIS) == last, loss_sum, 0)
+            return loss_sum, count
+        x = lax.psum_scatter(y, AXIS, scatter_dimension=0, tiled=True)
+        return self.program.loss(outer, x, self._batch(m, share=True))
+
+    def _stored_loss(self, y, m):
+        return self._loss(self.program.fetch_outer(self.outer, (y,)), y, m)
 
     def _add(self, sums, gradients):
         gradients = self.program.give_back_outer(gradients)
