@@ -11,7 +11,7 @@ import jaxpar as jp
 from jaxpar.models import llama
 
 jp.emulate_devices(8)  # on a cluster: jp.initialize()
-layout = jp.load_layout("cpu8_data4_tensor2")  # or a path, or jp.Layout(data=4, tensor=2, ...)
+layout = jp.load_layout("cpu8_pipe2_data2_tensor2")  # or a path, or jp.Layout(pipe=2, data=2, ...)
 tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-3))
 
 
@@ -20,7 +20,7 @@ def init(key):
     return model, tx.init(model)
 
 
-plan = jp.make_plan(layout, init)  # every array's split; allocates nothing
+plan = jp.make_plan(layout, init)  # every array's split and the schedule; allocates nothing
 grad_fn = plan.value_and_grad(llama.loss)  # jax.value_and_grad, in parallel
 
 
@@ -32,11 +32,10 @@ def step(state, batch):
     return (optax.apply_updates(model, updates), opt_state), loss
 
 
-with jp.Checkpoint("runs/own_loop", plan, every=10) as checkpoint:
+with jp.Checkpoint("runs/own_loop", plan, every=3) as checkpoint:
     state, start = checkpoint.restore() or (plan.init(jax.random.key(0)), 0)
-    batches = jp.data.batches("builtin", plan, global_batch=16, seq_len=128, start=start, steps=20)
+    batches = jp.data.batches("builtin", plan, global_batch=32, seq_len=256, start=start, steps=6)
     for i, batch in enumerate(batches, start):
         state, loss = step(state, batch)
         checkpoint.save(i + 1, state)
-        if (i + 1) % 5 == 0:
-            print(f"step {i + 1}: loss {loss:.3f}")
+        print(f"step {i + 1}: loss {loss:.3f}")

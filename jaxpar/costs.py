@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpar import _jax_compat
-from jaxpar.layout import BATCH_AXES, Layout
+from jaxpar.costs_pipeline import Passes, over_pipe, passes, stored_model
+from jaxpar.costs_reads import Reads, reads
+from jaxpar.dims import RULES
+from jaxpar.layout import AXES, BATCH_AXES, Layout
 from jaxpar.loss import CHUNK
-from jaxpar.nn.parallel import Settings
-from jaxpar.parts import Parts, take_apart
-from jaxpar.pipeline import stage
+from jaxpar.parts import take_apart
 from jaxpar.region import COMPUTE
 from jaxpar.splits import Split, padded_size, stored_shape
 
@@ -126,9 +126,11 @@ class Transfer:
     @property
     def wire_bytes(self) -> int:
         """Bytes one device sends in a step, on a ring of n devices: (n-1)/n of the payload, an
-        all-reduce twice that; rounded up for each execution."""
-        passes = 2 if self.op == "all-reduce" else 1
-        return self.count * -(-passes * self.bytes * (self.devices - 1) // self.devices)
+        all-reduce twice that, a permutation all of it; rounded up for each execution."""
+        if self.op == "collective-permute":
+            return self.total_bytes
+        times = 2 if self.op == "all-reduce" else 1
+        return self.count * -(-times * self.bytes * (self.devices - 1) // self.devices)
 
 
 def parameter_traffic(model, layout: Layout) -> list[Transfer]:
@@ -136,37 +138,55 @@ def parameter_traffic(model, layout: Layout) -> list[Transfer]:
 
     Parameters travel in the compute type, gradients in fp32. ZeRO 0: one all-reduce. ZeRO 1: one
     all-gather, one reduce-scatter. ZeRO 2: one all-gather, m reduce-scatters. ZeRO 3: for every
-    use an all-gather (a block: forward and backward; embedding and head: once each) and m
-    reduce-scatters (arXiv 1910.02054, section 7, per microbatch). What ZeRO leaves whole, and the
-    shards along `replica` or `tensor` that hold copies, are all-reduced as often as gradients are
-    reduced. A padded vocabulary travels by all-to-all as well. Raises ValueError for axes that
-    these formulas do not know.
+    use an all-gather (a block: forward and backward, with remat "stage" the second forward as
+    well; embedding and head: once each) and m reduce-scatters (arXiv 1910.02054, section 7, per
+    microbatch). What ZeRO leaves whole, and the shards along `pipe`, `replica` or `tensor` that
+    hold copies, are all-reduced as often as gradients are reduced. A padded vocabulary travels by
+    all-to-all as well. With `pipe` a device sends for its own stage's layers, padding included,
+    and ZeRO 2 and 3 reduce a tied table once for each of its two uses. Where stages differ, the
+    busiest is counted. Raises ValueError for axes that these formulas do not know.
     """
     _check_axes(layout)
+    model = stored_model(model, layout)
     parts = take_apart(model, layout)
-    uses = fetches(model, parts, layout) if layout.zero == 3 else (1,) * len(parts.splits)
+    known = reads(model, parts, layout) if layout.zero >= 2 else None
+    often = passes(model, layout)
     return [
         row
-        for split, inside, times in zip(parts.splits, parts.is_layer, uses, strict=True)
-        for row in _parameter(split, inside, times, layout)
+        for i, (split, inside) in enumerate(zip(parts.splits, parts.is_layer, strict=True))
+        for row in _parameter(split, inside, *_uses(i, inside, known, often, layout), layout)
     ]
 
 
-def _parameter(split: Split, inside: bool, uses: int, layout: Layout) -> list[Transfer]:
-    blocks = split.shape[0] if inside else 1
+def _uses(
+    i: int, inside: bool, known: Reads | None, often: Passes, layout: Layout
+) -> tuple[int, int]:
+    """How often leaf i is brought and its gradient given back, in a step."""
+    m = layout.microbatches
+    if layout.zero < 2:
+        return 1, 1
+    if inside:
+        again = known.backward[i] + (layout.remat == "stage")
+        there, back = often.forward + often.backward * again, often.backward
+    else:
+        there = m * (known.embed[i] + known.loss[i])
+        back = there if layout.pipe > 1 else m
+    return (there if layout.zero == 3 else 1), back
+
+
+def _parameter(split: Split, inside: bool, there: int, back: int, layout: Layout) -> list[Transfer]:
     each_block = inside and layout.zero == 3
-    there = layout.microbatches * uses * blocks if layout.zero == 3 else 1
     item = jnp.dtype(COMPUTE[layout.precision]).itemsize
     rows = [
         Transfer(split.path, op, axes, there, n * item, layout.size(axes))
         for op, axes, n in _moves(split, each_block, layout)
     ]
     each_block = inside and layout.zero >= 2
-    back = layout.microbatches * blocks if layout.zero >= 2 else 1
     opposite = {"all-gather": "reduce-scatter", "all-to-all": "all-to-all"}
     moves = [(opposite[op], axes, n) for op, axes, n in _moves(split, each_block, layout)]
     if split.vary_axes:
-        moves.append(("all-reduce", split.vary_axes, _stored(split, each_block, layout)))
+        copies = tuple(a for a in AXES if a in split.vary_axes)
+        moves.append(("all-reduce", copies, _stored(split, each_block, layout)))
     return rows + [
         Transfer(split.path, op, axes, back, n * FP32, layout.size(axes)) for op, axes, n in moves
     ]
@@ -188,128 +208,73 @@ def _moves(split: Split, one_layer: bool, layout: Layout):
         yield "all-to-all", over, elements // size * padded_size(size, layout.size(over))
 
 
-def fetches(model, parts: Parts, layout: Layout) -> tuple[int, ...]:
-    """How often ZeRO 3 brings each leaf: outer ones per microbatch, a layer's per block as well.
-
-    A layer's parameter comes for the forward pass, and again for the backward pass unless that
-    does not read it (biases that are only added; norm scales that are kept as they are small).
-    Read off the traced model, which runs nothing.
-    """
-    compute = COMPUTE[layout.precision]
-    leaves = [jax.ShapeDtypeStruct(s.shape, compute) for s in parts.splits]
-    outer = parts.outer(leaves)
-    layers = [jax.ShapeDtypeStruct(w.shape[1:], compute) for w in parts.layers(leaves)]
-    shape = jax.ShapeDtypeStruct((1, 8), jnp.int32)
-    batch = dict(
-        tokens=shape,
-        targets=shape,
-        positions=shape,
-        weights=jax.ShapeDtypeStruct((1, 8), jnp.float32),
-    )
-
-    def prepare(batch):
-        batch = {**batch, "settings": Settings(), "rows": jnp.arange(1)}
-        return model.prepare(batch) if hasattr(model, "prepare") else batch
-
-    def embed(outer, batch):
-        return parts.model(outer).embed(prepare(batch))
-
-    def loss(outer, x, batch):
-        return parts.model(outer).loss(x, prepare(batch))[0]
-
-    def block(weights, x, batch):
-        return model.block(parts.layer_tree.unflatten(weights), x, {**prepare(batch), "layer": 0})
-
-    x = jax.eval_shape(embed, outer, batch)
-    first = _reads(embed, outer, batch)
-    last = _reads(loss, outer, x, batch) if hasattr(model, "loss") else [not r for r in first]
-    again = _read_by_backward(block, layers, x, batch, layout.remat)
-    return tuple(
-        parts.join([a + b for a, b in zip(first, last, strict=True)], [1 + r for r in again])
-    )
-
-
-def _read_by_backward(block, weights: list, x, batch, remat: str) -> list[bool]:
-    """Which weights of a block its backward pass reads, as `pipeline.stage` keeps things."""
-    found = {}
-
-    def forward(weights, x, batch):
-        def run(weights, x):
-            return block(weights, x, batch)
-
-        if remat in stage.POLICIES:
-            run = jax.checkpoint(run, policy=stage.POLICIES[remat])
-        kept, found["pullback"] = jax.tree.flatten(jax.vjp(run, weights, x)[1])
-        found["place"] = [next((i for i, w in enumerate(weights) if w is a), None) for a in kept]
-        return kept
-
-    kept = jax.eval_shape(forward, weights, x, batch)
-    read = _reads(lambda kept, dx: found["pullback"].unflatten(kept)(dx), kept, x)
-    live = {place for place, is_read in zip(found["place"], read, strict=True) if is_read}
-    return [i in live for i in range(len(weights))]
-
-
-def _reads(function, weights: list, *rest) -> list[bool]:
-    """Which of `weights` the results of function(weights, *rest) depend on."""
-    jaxpr = jax.make_jaxpr(function)(weights, *rest)
-    dead = _jax_compat.dead_inputs(jaxpr, [True] * len(jaxpr.jaxpr.outvars))
-    return [not d for d in dead[: len(weights)]]
-
-
 def activation_traffic(model, layout: Layout, global_batch: int, seq_len: int) -> list[Transfer]:
-    """What activations send over `tensor` in a step, and the loss over the batch axes.
+    """What activations send over `pipe` and `tensor` in a step, and the loss over the batch axes.
 
     A = rows of a microbatch x seq_len x embed x bytes of the compute type. With sequence
     parallelism a block sends 2 all-gathers and 2 reduce-scatters of A forward and as many backward
     (arXiv 2205.05198, section 4.2.2); embedding and head one of each. Without it, all-reduces: a
     block 2 forward and 2 backward, the embedding 1 forward, the head 1 backward. Recomputing a
-    block (remat dots, block, offload) repeats its forward but for the last sum. Cross entropy
-    reduces 3 fp32 numbers per token. Raises ValueError for axes these formulas do not know.
+    block (remat dots, block, offload) repeats its forward but for the last sum, remat "stage" all
+    of it. Cross entropy reduces 3 fp32 numbers per token over the vocabulary's axes. Stages send
+    what lies between blocks (A, with sequence parallelism A / tensor): a permutation for each
+    exchange of the table, and per microbatch 4 all-reduces over `pipe`: of what the embedding
+    looked up and of its gradient, of the head's input and of its gradient. Raises ValueError for
+    axes these formulas do not know.
     """
     _check_axes(layout)
-    rows = _reductions_of_loss(layout)
-    if layout.tensor == 1:
-        return rows
-    m, layers, c = layout.microbatches, model.config.num_layers, model.config
-    tokens = global_batch // layout.size(BATCH_AXES) // m * seq_len
+    c, rows = model.config, _reductions_of_loss(layout)
+    tokens = global_batch // layout.size(BATCH_AXES) // layout.microbatches * seq_len
     size = tokens * c.embed_dim * jnp.dtype(COMPUTE[layout.precision]).itemsize
-    remat = layout.remat != "none"
-    gather, scatter, both = "all-gather", "reduce-scatter", "all-reduce"
-    if layout.sequence_parallel:
-        table = [
-            ("embedding forward", scatter, 1),
-            ("embedding backward", gather, 1),
-            ("blocks forward", gather, 2 * layers),
-            ("blocks forward", scatter, 2 * layers),
-            ("blocks backward", gather, 2 * layers),
-            ("blocks backward", scatter, 2 * layers),
-            ("blocks recomputed", gather, 2 * layers * remat),
-            ("blocks recomputed", scatter, layers * remat),
-            ("head forward", gather, 1),
-            ("head backward", scatter, 1),
-        ]
-    else:
-        table = [
-            ("embedding forward", both, 1),
-            ("blocks forward", both, 2 * layers),
-            ("blocks backward", both, 2 * layers),
-            ("head backward", both, 1),
-            ("blocks recomputed", both, layers * remat),
-        ]
-    rows += [
-        Transfer(what, op, ("tensor",), m * count, size, layout.tensor)
-        for what, op, count in table
-        if count
-    ]
+    if layout.tensor > 1:
+        rows += _over_tensor(passes(model, layout), layout, size)
+    if layout.pipe > 1:
+        held = size // layout.tensor if layout.sequence_parallel else size
+        rows += [Transfer(*row, held, layout.pipe) for row in over_pipe(layout)]
+    axes = layout.present(RULES["vocab"])
+    if not axes:
+        return rows
     chunks = -(-tokens // CHUNK)
-    chunk = -(-tokens // chunks)
-    rows += [
+    count, numbers = layout.microbatches * chunks, -(-tokens // chunks) * FP32
+    return rows + [
         Transfer(
-            f"cross entropy, {what}", both, ("tensor",), m * chunks, chunk * n * FP32, layout.tensor
+            f"cross entropy, {what}", "all-reduce", axes, count, numbers * n, layout.size(axes)
         )
         for what, n in (("maximum", 1), ("sum and target", 2))
     ]
-    return rows
+
+
+def _over_tensor(often: Passes, layout: Layout, size: int) -> list[Transfer]:
+    m, forward, backward = layout.microbatches, often.forward, often.backward
+    again = backward * (layout.remat != "none")
+    sums_again = again * (2 if layout.remat == "stage" else 1)
+    gather, scatter, both = "all-gather", "reduce-scatter", "all-reduce"
+    if layout.sequence_parallel:
+        table = [
+            ("embedding forward", scatter, m),
+            ("embedding backward", gather, m),
+            ("blocks forward", gather, 2 * forward),
+            ("blocks forward", scatter, 2 * forward),
+            ("blocks backward", gather, 2 * backward),
+            ("blocks backward", scatter, 2 * backward),
+            ("blocks recomputed", gather, 2 * again),
+            ("blocks recomputed", scatter, sums_again),
+            ("head forward", gather, m),
+            ("head backward", scatter, m),
+        ]
+    else:
+        table = [
+            ("embedding forward", both, m),
+            ("blocks forward", both, 2 * forward),
+            ("blocks backward", both, 2 * backward),
+            ("head backward", both, m),
+            ("blocks recomputed", both, sums_again),
+        ]
+    return [
+        Transfer(what, op, ("tensor",), count, size, layout.tensor)
+        for what, op, count in table
+        if count
+    ]
 
 
 def _reductions_of_loss(layout: Layout) -> list[Transfer]:
@@ -322,9 +287,9 @@ def _reductions_of_loss(layout: Layout) -> list[Transfer]:
 
 
 def _check_axes(layout: Layout) -> None:
-    for axis in ("pipe", "expert", "context"):
+    for axis in ("expert", "context"):
         if layout.axis_sizes[axis] > 1:
             raise ValueError(
                 f"{axis}={layout.axis_sizes[axis]}: what this axis sends has no formula here; the "
-                f"formulas know replica, data and tensor; use {axis}=1"
+                f"formulas know pipe, replica, data and tensor; use {axis}=1"
             )

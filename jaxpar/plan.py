@@ -16,6 +16,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxpar.checks import check_distinct, warn_of_low_precision
 from jaxpar.layout import BATCH_AXES, Layout
 from jaxpar.mesh import make_mesh
 from jaxpar.parts import Parts, num_layers, take_apart
@@ -69,7 +70,11 @@ class Plan:
         return jax.jit(restore, out_shardings=self.canonical_shardings)(state)
 
     def stored(self, canonical):
-        """The reverse of `canonical`: the state as it lives on the mesh."""
+        """The reverse of `canonical`: the state as it lives on the mesh.
+
+        Raises ValueError for two leaves that are the very same array.
+        """
+        check_distinct(canonical)
         if not self.placement.moves:
             return canonical
         return jax.jit(self.placement.store, out_shardings=self.shardings)(canonical)
@@ -121,6 +126,8 @@ class Plan:
         `clip_norm` clips by the global norm before `tx`. With `skip_nonfinite` a step whose loss
         or gradient norm is not finite leaves the state as it was, on every device.
         """
+
+        warn_of_low_precision(_find_model(self.state))
 
         @functools.partial(jax.jit, donate_argnums=0, out_shardings=(self.shardings, None))
         def step(state, batch, key=None):
@@ -183,7 +190,7 @@ def make_plan(
     mesh = make_mesh(layout, devices) if mesh is None else mesh
     layout = layout.fill(mesh.size)
     check_supported(layout)
-    state = jax.eval_shape(init, jax.random.key(0))
+    state = jax.eval_shape(_checked(init), jax.random.key(0))
     placement = place_layers(layout, num_layers(_find_model(state)))
     stored = jax.eval_shape(placement.store, state)
     parts = take_apart(_find_model(stored), layout)
@@ -192,6 +199,17 @@ def make_plan(
     shardings = tree.unflatten([NamedSharding(mesh, s.spec) for s in splits])
     pipeline_table(layout)
     return Plan(layout, mesh, state, shardings, tuple(splits), placement, init)
+
+
+def _checked(init: Callable) -> Callable:
+    """`init`, refusing a model that holds one array under two names; seen while it is traced."""
+
+    def traced(key):
+        state = init(key)
+        check_distinct(_find_model(state))
+        return state
+
+    return traced
 
 
 def check_supported(layout: Layout) -> None:

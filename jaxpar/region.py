@@ -180,7 +180,8 @@ class Region:
         def give_back_outer(gradients):
             if self.layout.zero < 2:
                 return gradients
-            return [give_back(g, s, self.layout) for g, s in zip(gradients, splits, strict=True)]
+            pairs = zip(gradients, splits, strict=True)
+            return [None if g is None else give_back(g, s, self.layout) for g, s in pairs]
 
         stack = self._stack()
         return executor.Program(

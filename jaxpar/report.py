@@ -185,7 +185,8 @@ def _sent(model, layout: Layout) -> list[str]:
         parameters = costs.parameter_traffic(model, layout)
         one = dataclasses.replace(layout, microbatches=1)
         rows = layout.size(BATCH_AXES)
-        activations = costs.activation_traffic(model, one, rows, TOKENS)
+        known = hasattr(model, "config")  # the formulas read sizes from a model's config
+        activations = costs.activation_traffic(model, one, rows, TOKENS) if known else []
     except ValueError as error:
         return [f"what each axis sends per step: not known ({error})"]
     if not parameters and not activations:
@@ -194,6 +195,8 @@ def _sent(model, layout: Layout) -> list[str]:
     inner = [t for t in activations if t.axes == ("tensor",)]
     if inner:
         lines += [f"and for every {TOKENS:,} tokens of its rows, activations", *_sums(inner)]
+    if not known:
+        lines += ["and activations: not known, since the model has no `config` with its sizes"]
     return lines
 
 

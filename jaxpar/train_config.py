@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args, get_type_hints
 
 from jaxpar.layout import Layout, load_layout, nearest, override
 
-DEFAULT_LAYOUT = "cpu8_data4_tensor2"
+DEFAULT_LAYOUT = "cpu8_pipe2_data2_tensor2"
 """The layout of a run on emulated devices that names none."""
 
 LEAST = {

@@ -7,10 +7,12 @@ as the loss, the gradient of every parameter is the parameter itself, under ever
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 
 import jaxpar as jp
-from jaxpar.nn import local_sequence, param, sum_partial
+from jaxpar.loss import cross_entropy
+from jaxpar.nn import Embedding, local_sequence, param, sum_partial
 from layouts import VALID
 
 ONE = np.float32([1, 1, 0, 0])
@@ -87,6 +89,40 @@ def random_squares(layers=4, seed=0):
     return squares(layers, draw(4), draw(layers, 4), draw(layers, 8), draw(1), draw(2, 1))
 
 
+class Tied(nnx.Module):
+    """One table looks tokens up and is the output head; layers multiply by `scale` [L, E]."""
+
+    def __init__(self, key, vocab_size=13, embed_dim=8, layers=4):
+        self.embedding = Embedding(vocab_size, embed_dim, key=key, std=0.5)
+        self.layers = Layer(1 + 0.1 * jnp.arange(layers * embed_dim).reshape(layers, -1) / layers,
+                            jnp.zeros((layers, 8)))  # fmt: skip
+        self.vocab_size = vocab_size
+
+    def embed(self, batch):
+        return self.embedding(batch["tokens"], batch)
+
+    def block(self, layer, x, batch):
+        return x * layer.scale[...] + sum_partial(
+            jnp.zeros((*batch["tokens"].shape, 1)) + half(layer.up), batch
+        )
+
+    def loss(self, x, batch):
+        return cross_entropy(x, self.embedding.table[...], batch, self.vocab_size)
+
+
+def own_loss(model, x, batch):
+    return model.loss(x, batch)
+
+
+def tied_on_one_device(lookup, head, scale, batch):
+    """The loss of `Tied`, with a table for each use, in plain JAX."""
+    x = lookup[batch["tokens"]]
+    for row in scale:
+        x = x * row
+    losses = optax.softmax_cross_entropy_with_integer_labels(x @ head.T, batch["targets"])
+    return jnp.sum(losses * batch["weights"]) / jnp.sum(batch["weights"])
+
+
 def mean_loss(model, x, batch):
     """The mean of x over counted tokens."""
     weights = local_sequence(batch["weights"], batch)
@@ -121,19 +157,29 @@ def gradients(init, loss, layout, batch, key=None):
     return float(value), jax.device_get(plan.canonical(found))
 
 
-def train(init, loss, layout, tx, batches, **options):
-    """(state in the model's own order, metrics of each step) after `plan.train_step`s."""
+def trainer(init, loss, layout, tx, **options):
+    """A function: batches -> (state in the model's own order, metrics of each step)."""
 
     def both(key=None):
         model = init()
         return model, tx.init(model)
 
     plan = jp.make_plan(layout, both, devices=jax.devices()[: layout.num_devices])
-    step, state, metrics = plan.train_step(tx, loss, **options), place(plan, both()), []
-    for batch in batches:
-        state, found = step(state, batch)
-        metrics.append({name: value.item() for name, value in jax.device_get(found).items()})
-    return jax.device_get(plan.canonical(state)), metrics
+    step = plan.train_step(tx, loss, **options)
+
+    def run(batches):
+        state, metrics = place(plan, both()), []
+        for batch in batches:
+            state, found = step(state, batch)
+            metrics.append({name: value.item() for name, value in jax.device_get(found).items()})
+        return jax.device_get(plan.canonical(state)), metrics
+
+    return run
+
+
+def train(init, loss, layout, tx, batches, **options):
+    """(state in the model's own order, metrics of each step) after `plan.train_step`s."""
+    return trainer(init, loss, layout, tx, **options)(batches)
 
 
 def assert_close(got, want, tolerance=1e-5):

@@ -71,23 +71,23 @@ MISTAKES = {
     "no value": ("train --set tensor", "write key=value, such as tensor=2"),
     "too many devices": (
         "train --set data=8 --devices 8",
-        "data=8 x tensor=2 = 16 devices, found 8; the axis sizes must multiply to 8",
+        "pipe=2 x data=8 x tensor=2 = 32 devices, found 8; the axis sizes must multiply to 8",
     ),
     "too few devices": (
-        "train --set data=2 --devices 8",
-        "data=2 x tensor=2 = 4 devices, found 8",
+        "train --set data=1 --devices 8",
+        "pipe=2 x tensor=2 = 4 devices, found 8",
     ),
     "more devices than JAX started with": (
         "train --devices 16",
         "emulate_devices(16) came after JAX had started with 8 cpu device(s)",
     ),
     "batch does not divide": (
-        "train --global-batch 6",
-        "global_batch 6 is not a multiple of data 4; use 4 or 8",
+        "train --global-batch 7",
+        "global_batch 7 is not a multiple of data 2; use 6 or 8",
     ),
     "batch does not divide into microbatches": (
-        "train --global-batch 8 --set microbatches=4",
-        "gives 2 rows to each of 4 device groups, which microbatches=4 does not divide",
+        "train --global-batch 8 --set microbatches=3",
+        "gives 4 rows to each of 2 device groups, which microbatches=3 does not divide",
     ),
     "sequence does not divide": (
         "train --seq-len 33",
@@ -95,7 +95,7 @@ MISTAKES = {
     ),
     "sequence too long": ("train --seq-len 4096", "seq_len 4096 is above the 2048"),
     "heads do not divide": (
-        "train --model gpt2:124m --set tensor=8 --set data=1 --devices 8",
+        "train --model gpt2:124m --set tensor=8 --set data=1 --set pipe=1 --devices 8",
         "heads=12 does not split over tensor=8",
     ),
     "unknown family": ("train --model lama:tiny", "did you mean 'llama'? known: gpt2, llama"),
@@ -205,7 +205,7 @@ def test_a_real_run_from_the_shell_ends_with_a_table_and_leaves_its_folder(tmp_p
     assert run.stderr == ""
     for words in ("step 4/4  loss", "tokens/s", "held-out loss", "bits per byte",
                   "4 steps, runs/try", "loss, first and last", "memory per device", "compile time",
-                  "data=4 tensor=2 zero=1 precision=fp32"):  # fmt: skip
+                  "pipe=2 data=2 tensor=2 zero=1 microbatches=2"):  # fmt: skip
         assert words in run.stdout
     assert {p.name for p in (tmp_path / "runs" / "try").iterdir()} == {
         "checkpoint", "config.toml", "layout.toml", "metrics.jsonl"}  # fmt: skip
@@ -215,7 +215,7 @@ def test_a_mistake_in_a_real_shell_has_code_2_and_no_traceback(tmp_path):
     run = subprocess.run([sys.executable, "-m", "jaxpar", "train", "--global-batch", "7"],
                          cwd=tmp_path, capture_output=True, text=True, timeout=100)  # fmt: skip
     assert run.returncode == 2
-    assert run.stderr == "jaxpar train: global_batch 7 is not a multiple of data 4; use 4 or 8\n"
+    assert run.stderr == "jaxpar train: global_batch 7 is not a multiple of data 2; use 6 or 8\n"
     assert list(tmp_path.iterdir()) == []
 
 

@@ -284,9 +284,9 @@ def test_model_families_are_the_modules_that_have_presets():
 def test_the_layout_follows_the_devices(monkeypatch):
     assert find_layout(TrainConfig()) == (jp.load_layout(DEFAULT_LAYOUT), 8)
     assert find_layout(TrainConfig(devices=2))[0] == jp.Layout(data=2)
-    assert find_layout(TrainConfig(set=("data=1", "tensor=4")))[1] == 4
+    assert find_layout(TrainConfig(set=("data=1", "tensor=1")))[1] == 2
     changed, count = find_layout(TrainConfig(set=("data=-1", "tensor=4")))
-    assert (changed.data, changed.tensor, count) == (2, 4, 8)
+    assert (changed.pipe, changed.data, changed.tensor, count) == (2, 1, 4, 8)
     monkeypatch.setattr(train_setup, "has_gpus", lambda: True)
     assert find_layout(TrainConfig()) == (jp.Layout(data=8), 8)
     assert find_layout(TrainConfig(set=("tensor=2",)))[0] == jp.Layout(data=4, tensor=2)

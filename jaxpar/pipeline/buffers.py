@@ -38,3 +38,17 @@ def write(buffer, slot, value):
     """Writes `value` where slot >= 0; elsewhere the buffer stays as it is."""
     value = jnp.where(slot >= 0, value, read(buffer, slot))
     return lax.dynamic_update_index_in_dim(buffer, value, jnp.maximum(slot, 0), axis=0)
+
+
+def read_at(buffer, place):
+    """buffer[place] for a tuple of leading indices."""
+    start = (*place, *(0,) * (buffer.ndim - len(place)))
+    sizes = (1,) * len(place) + buffer.shape[len(place) :]
+    return lax.dynamic_slice(buffer, start, sizes).reshape(buffer.shape[len(place) :])
+
+
+def write_at(buffer, place, value):
+    """The buffer with `value` at a tuple of leading indices."""
+    start = (*place, *(0,) * (buffer.ndim - len(place)))
+    value = vary_like(value.reshape((1,) * len(place) + value.shape), buffer)
+    return lax.dynamic_update_slice(buffer, value, start)

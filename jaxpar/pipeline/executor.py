@@ -8,12 +8,10 @@ Values live in ring buffers whose slots the table gives; nothing grows with the 
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jaxpar import _jax_compat
@@ -21,40 +19,8 @@ from jaxpar.nn.parallel import vary, vary_like
 from jaxpar.pipeline import buffers, stage, ticks
 from jaxpar.pipeline.branch import update_when, when
 from jaxpar.pipeline.buffers import AXIS
-from jaxpar.pipeline.stage import Span, Stack, Structure
-from jaxpar.pipeline.table import Table
-
-
-@dataclasses.dataclass(frozen=True)
-class Program:
-    """A model and a table, ready to run.
-
-    `embed(outer, batch) -> x`; `loss(outer, x, batch) -> (sum, count)`; `prepare(rows) -> batch`;
-    `fetch_outer(stored, after)` and `give_back_outer(gradients)` move the outer weights.
-    `counts[stage, chunk]`: layers held there. `idle`: "skip" branches around what a stage has not
-    to do, "compute" computes on what is there and drops it.
-    """
-
-    table: Table
-    counts: np.ndarray
-    stack: Stack
-    prepare: Callable
-    embed: Callable
-    loss: Callable
-    fetch_outer: Callable
-    give_back_outer: Callable
-    idle: str = "skip"
-
-    def span(self, me, chunk) -> Span:
-        """The layers of one chunk on this stage."""
-        size = int(self.counts.max())
-        order = np.argsort(self.table.parts, axis=None)
-        starts = np.zeros(self.counts.size, np.int32)
-        starts[order] = np.concatenate([[0], np.cumsum(self.counts.reshape(-1)[order])[:-1]])
-        number = jnp.asarray(starts.reshape(self.counts.shape))[me, chunk]
-        even = bool((self.counts == size).all())
-        count = None if even else jnp.asarray(self.counts, jnp.int32)[me, chunk]
-        return Span(size, chunk * size, number, count)
+from jaxpar.pipeline.program import Program, vjp_of_read
+from jaxpar.pipeline.stage import Ring, Structure
 
 
 def run(
@@ -117,9 +83,10 @@ class Tick:
         span = self.program.span(me, vary(jnp.int32(0), (AXIS,)))
         y, kept = buffers.typed(lambda: self._forward(buffers.blank(x), batch, span))
         slots_x = table.slots_stage if whole else table.slots_input
+        spare = self.program.idle == "compute"  # -1, the last slot, takes what bubbles compute
         carry = {
             "x": buffers.buffer(x, max(slots_x)),
-            "kept": [buffers.buffer(k, max(table.slots_kept)) for k in kept],
+            "kept": [buffers.buffer(k, max(table.slots_kept) + spare) for k in kept],
             "grad": buffers.buffer(y, max(table.slots_grad)),
             "dx": buffers.blank(y),
             "outer": outer_sums,
@@ -180,6 +147,7 @@ class Tick:
 
     # ---- the phases of a tick
 
+    @jax.named_scope("embed")
     def _embed(self, often, m, carry):
         """x of the microbatch that enters the model; every stage looks up its part of the table."""
 
@@ -190,6 +158,7 @@ class Tick:
             return buffers.blank_like(carry["x"][0])
         return embed(m) if often == "always" else when(m >= 0, embed, m)
 
+    @jax.named_scope("F")
     def _run_forward(self, mine, entering, me, carry):
         table, m, chunk = self.program.table, mine["f_microbatch"], mine["f_chunk"]
         whole = self.program.stack.remat == "stage"
@@ -197,17 +166,20 @@ class Tick:
         first = jnp.asarray(table.parts)[me, chunk] == 0
         x = jnp.where(first, entering, buffers.read(carry["x"], slot))
         batch, span = self._batch(m), self.program.span(me, jnp.maximum(chunk, 0))
+
+        def forward(state, x):
+            return self._forward(x, batch, span, Ring(state[1], mine["f_kept"]))
+
+        state = (buffers.blank_like(x), carry["kept"])
         if self.program.idle == "skip":
-            y, kept = when(m >= 0, lambda x: self._forward(x, batch, span), x)
+            y, carry["kept"] = update_when(m >= 0, forward, state, x)
         else:
-            y, kept = self._forward(x, batch, span)
+            y, carry["kept"] = forward(state, x)
         if whole:
             carry["x"] = buffers.write(carry["x"], jnp.where(first & (m >= 0), slot, -1), x)
-        carry["kept"] = [
-            buffers.write(b, mine["f_kept"], k) for b, k in zip(carry["kept"], kept, strict=True)
-        ]
         return y
 
+    @jax.named_scope("head")
     def _head(self, often, at, y, carry):
         """Loss and its gradient of the microbatch that left the model, shared by all stages."""
         if often == "never":
@@ -216,7 +188,8 @@ class Tick:
         def head(state, y):
             loss, sums = state
             outer = self.program.fetch_outer(self.outer, (y,))
-            value, back = jax.vjp(lambda w, y: self._loss(w, y, at["head"])[0], outer, y)
+            loss_of = lambda w, y: self._loss(w, y, at["head"])[0]  # noqa: E731
+            value, back = vjp_of_read(loss_of, outer, y)
             gradients, dx = back(vary_like(self.scale, value))
             return loss + value, self._add(sums, gradients), vary_like(dx, y)
 
@@ -232,33 +205,23 @@ class Tick:
             carry["loss_grad"] = buffers.write(carry["loss_grad"], at["head_slot"], dx)
         return dx
 
+    @jax.named_scope("B")
     def _run_backward(self, mine, from_loss, me, carry):
         table, m, chunk = self.program.table, mine["b_microbatch"], mine["b_chunk"]
         last = jnp.asarray(table.parts)[me, chunk] == table.parts.max()
         dy = jnp.where(last, from_loss, buffers.read(carry["grad"], mine["b_grad"]))
         whole = self.program.stack.remat == "stage"
         x = buffers.read(carry["x"], mine["b_stage"]) if whole else None
-        kept = [buffers.read(b, mine["b_kept"]) for b in carry["kept"]]
+        kept = Ring(carry["kept"], mine["b_kept"])
+        stack, known = self.program.stack, self.structure
         batch, span = self._batch(m), self.program.span(me, jnp.maximum(chunk, 0))
 
         def back(state, active=None):
             _, sums = state
             saved = kept
             if whole:
-                _, saved = stage.forward(
-                    self.program.stack, self.layers, x, batch, span, self.structure
-                )
-            return stage.backward(
-                self.program.stack,
-                self.layers,
-                saved,
-                dy,
-                batch,
-                sums,
-                span,
-                self.structure,
-                active,
-            )
+                _, saved = stage.forward(stack, self.layers, x, batch, span, known)
+            return stage.backward(stack, self.layers, saved, dy, batch, sums, span, known, active)
 
         state = (buffers.blank_like(carry["dx"]), carry["layers"])
         if self.program.idle == "skip":
@@ -267,6 +230,7 @@ class Tick:
             dx, carry["layers"] = back(state, m >= 0)
         return dx
 
+    @jax.named_scope("embed_back")
     def _embed_back(self, often, m, carry):
         """The embedding's gradient, from the first stage to every stage's part of the table."""
         if often == "never":
@@ -276,7 +240,7 @@ class Tick:
         def back(sums, dx):
             batch = self._batch(m)
             outer = self.program.fetch_outer(self.outer, (dx,))
-            _, pullback = jax.vjp(lambda w: self.program.embed(w, batch), outer)
+            _, pullback = vjp_of_read(lambda w: self.program.embed(w, batch), outer)
             (gradients,) = pullback(jnp.where(lax.axis_index(AXIS) == first, dx, 0))
             return self._add(sums, gradients)
 
@@ -299,10 +263,11 @@ class Tick:
 
         return self.program.prepare(jax.tree.map(pick, self.microbatches))
 
-    def _forward(self, x, batch, span):
-        if self.program.stack.remat in ("stage", "nothing"):
-            return stage.apply(self.program.stack, self.layers, x, batch, span), []
-        return stage.forward(self.program.stack, self.layers, x, batch, span, self.structure)
+    def _forward(self, x, batch, span, ring=None):
+        stack = self.program.stack
+        if stack.remat in ("stage", "nothing"):
+            return stage.apply(stack, self.layers, x, batch, span), []
+        return stage.forward(stack, self.layers, x, batch, span, self.structure, ring)
 
     def _loss(self, outer, y, m):
         """(sum, count) of a microbatch whose last activations the last stage holds in y.
@@ -326,4 +291,5 @@ class Tick:
 
     def _add(self, sums, gradients):
         gradients = self.program.give_back_outer(gradients)
-        return [s + g.astype(jnp.float32) for s, g in zip(sums, gradients, strict=True)]
+        pairs = zip(sums, gradients, strict=True)
+        return [s if g is None else s + g.astype(jnp.float32) for s, g in pairs]

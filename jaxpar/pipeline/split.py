@@ -78,11 +78,11 @@ def _checked(counts, num_layers, stages, chunks) -> tuple[int, ...]:
     use = f"use {list(split_layers(num_layers, stages, chunks))}" if num_layers >= parts else ""
     use = use or f"use {[1] * num_layers + [0] * (parts - num_layers)}"
     if len(given) != parts:
-        raise ValueError(f"counts={given} has {len(given)} entries: {rule}; {use}")
+        raise ValueError(f"layers_per_stage={given} has {len(given)} entries: {rule}; {use}")
     if any(not isinstance(n, int | np.integer) or n < 0 for n in given):
-        raise ValueError(f"counts={given} has an entry that is no count: {rule}; {use}")
+        raise ValueError(f"layers_per_stage={given} has an entry that is no count: {rule}; {use}")
     if sum(given) != num_layers:
-        raise ValueError(f"counts={given} sum to {sum(given)}: {rule}; {use}")
+        raise ValueError(f"layers_per_stage={given} sum to {sum(given)}: {rule}; {use}")
     return tuple(int(n) for n in given)
 
 

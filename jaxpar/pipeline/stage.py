@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.nn.parallel import vary_like
+from jaxpar.pipeline import buffers
 from jaxpar.pipeline.branch import when
 
 POLICIES = {
@@ -60,10 +61,35 @@ class Structure:
     sources: list | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """Ring buffers [slots, layers, ...] of what is kept, and the slot that is meant."""
+
+    arrays: list
+    slot: jax.Array
+
+    def write(self, arrays: list, values: list, i) -> list:
+        """`arrays` with one layer's values in place."""
+        return [buffers.write_at(a, (self.slot, i), v) for a, v in zip(arrays, values, strict=True)]
+
+    def read(self, i) -> list:
+        """One layer's values."""
+        return [buffers.read_at(a, (self.slot, i)) for a in self.arrays]
+
+
 def forward(
-    stack: Stack, layers: list, x: jax.Array, batch: dict, span: Span, structure: Structure
+    stack: Stack,
+    layers: list,
+    x: jax.Array,
+    batch: dict,
+    span: Span,
+    structure: Structure,
+    ring: Ring | None = None,
 ):
-    """Runs the blocks. Returns (x, kept), kept a list of arrays with a leading layers dim."""
+    """Runs the blocks. Returns (x, kept), kept a list of arrays with a leading layers dim.
+
+    With a ring, each layer's part goes straight into the slot and kept is the ring's arrays.
+    """
 
     def block(x, i):
         weights = stack.fetch(_layer(layers, span.first + i))
@@ -75,20 +101,25 @@ def forward(
         kept = [a for a, source in zip(leaves, structure.sources, strict=True) if source is None]
         return y, [_offload(a) for a in kept] if stack.remat == "offload" else kept
 
-    def body(x, i):
+    def body(carry, i):
+        x, arrays = carry
         if span.count is None:
-            return block(x, i)
-        # a place without a layer passes x on
-        run = when(i < span.count, lambda x: block(x, i), x)
-        return jnp.where(i < span.count, run[0], x), run[1]
+            y, kept = block(x, i)
+        else:  # a place without a layer passes x on
+            y, kept = when(i < span.count, lambda x: block(x, i), x)
+            y = jnp.where(i < span.count, y, x)
+        if ring is None:
+            return (y, arrays), kept
+        return (y, ring.write(arrays, kept, i)), None
 
-    return lax.scan(body, x, _places(span))
+    (x, arrays), kept = lax.scan(body, (x, ring.arrays if ring else []), _places(span))
+    return x, arrays if ring else kept
 
 
 def backward(
     stack: Stack,
     layers: list,
-    kept: list,
+    kept: list | Ring,
     dx: jax.Array,
     batch: dict,
     sums: list,
@@ -117,6 +148,7 @@ def backward(
     def body(carry, item):
         dx, sums = carry
         i, arrays = item
+        arrays = kept.read(i) if isinstance(kept, Ring) else arrays
         counted = active
         if span.count is None:
             dx, gradients = block(dx, arrays, i)
@@ -129,7 +161,8 @@ def backward(
         place = span.first + i
         return (dx, [_add_at(s, g, place) for s, g in zip(sums, gradients, strict=True)]), None
 
-    (dx, sums), _ = lax.scan(body, (dx, sums), (_places(span), kept), reverse=True)
+    scanned = None if isinstance(kept, Ring) else kept
+    (dx, sums), _ = lax.scan(body, (dx, sums), (_places(span), scanned), reverse=True)
     return dx, sums
 
 
