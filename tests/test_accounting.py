@@ -99,7 +99,8 @@ def test_stacked_weights_and_gradients_are_split_over_data_and_tensor_and_never_
 # jax-ml/jax#2777, Olmax#26: programs that grew with layers or microbatches
 @pytest.mark.parametrize(
     "settings",
-    [dict(data=2, zero=3), dict(pipe=2), dict(pipe=4, schedule="gpipe"),
+    [dict(data=2, zero=3), dict(pipe=2),
+     pytest.param(dict(pipe=4, schedule="gpipe"), marks=pytest.mark.full),
      dict(pipe=2, schedule="interleaved", chunks=2, remat="block")],
     ids=str,
 )  # fmt: skip

@@ -42,13 +42,14 @@ FULL = numbered_batch(24, valid=[16])
         (30, dict(pipe=4, microbatches=4)),
         (5, dict(pipe=4, microbatches=2, remat="stage")),
         (4, dict(pipe=4, microbatches=3)),
-        (30, dict(pipe=4, microbatches=4, schedule="interleaved", chunks=2)),
+        pytest.param(30, dict(pipe=4, microbatches=4, schedule="interleaved", chunks=2),
+                     marks=pytest.mark.full),
         (13, dict(pipe=6, microbatches=3, schedule="interleaved", chunks=2, remat="block")),
         (8, dict(pipe=8, microbatches=1)),
         (6, dict(pipe=2, microbatches=2, schedule="gpipe", layers_per_stage=(1, 5))),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_each_layer_runs_once_forward_and_once_backward_for_each_microbatch(layers, settings):
     init = squares(layers, scale=ONE)  # a layer adds 1 to every token
     split = jp.Layout(**settings, precision="fp32")
@@ -144,7 +145,7 @@ class Everything(Squares):
         part = jnp.zeros((*batch["tokens"].shape, 1)) + half(layer.up)
         x = lax.scan(body, x, None, length=2)[0] + sum_partial(part, batch)
         x = lax.cond(batch["layer"] >= 0, lambda x: x, lambda x: 2 * x, x)
-        return x + 0 * jp.nn.parallel.axis_index(("data", "tensor"))
+        return x + 0 * jp.nn.parallel.axis_index(("pipe", "data"))
 
 
 def everything(key=None):
