@@ -17,11 +17,12 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpar.checks import check_distinct, warn_of_low_precision
+from jaxpar.functions import Functions, methods
 from jaxpar.layout import BATCH_AXES, Layout
 from jaxpar.mesh import make_mesh
 from jaxpar.parts import Parts, num_layers, take_apart
 from jaxpar.placement import Placement, pipeline_table, place_layers
-from jaxpar.region import Functions, Region, batch_spec, methods
+from jaxpar.region import Region, batch_spec
 from jaxpar.splits import Split, split_state
 
 

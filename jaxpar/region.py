@@ -6,7 +6,6 @@ written out. Gradients are each device's own until `splits.give_back` reduces th
 """
 
 import dataclasses
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +13,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxpar import _jax_compat, dims
+from jaxpar.functions import Functions, checked_loss
 from jaxpar.layout import BATCH_AXES, Layout
 from jaxpar.nn.parallel import Settings, axis_index, total, vary, vary_like
 from jaxpar.parts import Parts
@@ -28,35 +28,6 @@ def batch_spec(layout: Layout) -> PartitionSpec:
     """Rows over (replica, data, expert), sequence over context."""
     rows, seq = layout.present(BATCH_AXES) or None, layout.present(("context",))
     return PartitionSpec(rows, seq[0]) if seq else PartitionSpec(rows)
-
-
-@dataclasses.dataclass(frozen=True)
-class Functions:
-    """What a model does, as functions of the model with its outer parameters.
-
-    `embed(model, batch) -> x`, `block(model, layer, x, batch) -> x`, `loss(model, x, batch) ->
-    (sum, count)`, `prepare(model, batch) -> batch`.
-    """
-
-    embed: Callable
-    block: Callable
-    loss: Callable
-    prepare: Callable
-
-
-def methods(model, loss: Callable) -> Functions:
-    """The functions of a model with methods `embed`, `block` and perhaps `prepare`."""
-    prepare = (lambda m, batch: m.prepare(batch)) if hasattr(model, "prepare") else _as_it_is
-    return Functions(
-        lambda m, batch: m.embed(batch),
-        lambda m, layer, x, batch: m.block(layer, x, batch),
-        loss,
-        prepare,
-    )
-
-
-def _as_it_is(model, batch: dict) -> dict:
-    return batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -306,22 +277,3 @@ class Region:
             jax.ShapeDtypeStruct(used_shape(s, self.layout), compute)
             for s in self.parts.outer(self.parts.splits)
         ]
-
-
-def checked_loss(result):
-    """(sum, count) of a loss function's result, fp32; ValueError where it can not be added up."""
-    if not (isinstance(result, tuple) and len(result) == 2):
-        raise ValueError(
-            "the loss must return (sum, count): the sum over its tokens and how many it counted; "
-            f"found {type(result).__name__}. Return (sum, None) for a plain sum"
-        )
-    loss_sum, count = result
-    count = jnp.float32(1) if count is None else jnp.asarray(count, jnp.float32)
-    shared = _jax_compat.varying_axes(loss_sum) - _jax_compat.varying_axes(count)
-    if "tensor" in shared and result[1] is not None:
-        raise ValueError(
-            "the loss sum was computed as a whole by every tensor device, but its count only once, "
-            "so adding up would count it several times; use jaxpar.loss.cross_entropy, or take "
-            "tokens and weights of this device's share (jaxpar.nn.local_sequence)"
-        )
-    return loss_sum.astype(jnp.float32), count
