@@ -5,8 +5,10 @@
 
 A name is one of LAYOUTS below, of `mesh_configs/`, or the path of a TOML file. Each layout's step
 is timed in turn with the step of the same global batch on one device (same remat, precision and
-microbatches), so that a busy machine slows both alike; the ratio is that of the medians. Emulated
-devices share the machine's cores: 1.0 means the same work, above is what the layout adds.
+microbatches; "block" stands for "stage"), so that a busy machine slows both alike; the ratio is
+that of the medians. Emulated devices share the machine's cores, all of which one device uses as
+well: 1.0 means the same work, above is what the layout adds. CPU seconds, of all threads, say the
+same where other programs run at the same time.
 """
 
 import dataclasses
@@ -36,8 +38,9 @@ LAYOUTS = {
     "replica2": dict(replica=2, data=4, microbatches=2, precision="fp32"),
     "pipe4": dict(pipe=4, data=2, microbatches=16, precision="fp32"),
     "pipe4_stage": dict(pipe=4, data=2, microbatches=16, remat="stage", precision="fp32"),
-    "pipe4_chunks2": dict(pipe=4, data=2, microbatches=16, schedule="interleaved", chunks=2,
-                          precision="fp32"),
+    "pipe4_chunks2": dict(
+        pipe=4, data=2, microbatches=16, schedule="interleaved", chunks=2, precision="fp32"
+    ),
     "pipe2_tensor2": dict(pipe=2, data=2, tensor=2, microbatches=16, precision="fp32"),
 }
 """Name -> settings of the layouts measured by default, in the type that CPUs compute in."""
@@ -70,6 +73,7 @@ class Row:
     layout: str
     settings: dict
     ratio: float
+    cpu_ratio: float
     step_seconds: float
     one_device_seconds: float
     compile_seconds: float
@@ -89,12 +93,12 @@ class Job:
     batch: dict
     compile_seconds: float
 
-    def step(self) -> float:
-        """Runs one step; returns its seconds."""
-        start = time.perf_counter()
+    def step(self) -> tuple[float, float]:
+        """Runs one step; returns its seconds, and the CPU seconds of all threads."""
+        start, cpu = time.perf_counter(), time.process_time()
         self.state, metrics = self.program(self.state, self.batch)
         jax.block_until_ready((self.state, metrics))
-        return time.perf_counter() - start
+        return time.perf_counter() - start, time.process_time() - cpu
 
 
 def find_layout(name: str) -> jp.Layout:
@@ -149,15 +153,15 @@ def measure(name: str, layout: jp.Layout, work: Work, steps: int) -> Row:
     """One row: `steps` steps of the layout and of one device, in turn, after a warm-up of two."""
     job = prepare(layout, work)
     single = one_device(layout.remat, layout.precision, layout.microbatches, work)
-    times = [(single.step(), job.step()) for _ in range(steps + 2)][2:]
-    alone, parallel = (statistics.median(column) for column in zip(*times, strict=True))
+    times = [(*single.step(), *job.step()) for _ in range(steps + 2)][2:]
+    alone, alone_cpu, parallel, cpu = (statistics.median(c) for c in zip(*times, strict=True))
     memory, text = job.program.memory_analysis(), job.program.as_text()
     found = hlo.by_axis(hlo.collectives(text, layout.axis_sizes))
     settings = {f.name: getattr(layout, f.name) for f in dataclasses.fields(layout)
                 if getattr(layout, f.name) != f.default}  # fmt: skip
     return Row(
-        layout=name, settings=settings, ratio=parallel / alone, step_seconds=parallel,
-        one_device_seconds=alone, compile_seconds=job.compile_seconds,
+        layout=name, settings=settings, ratio=parallel / alone, cpu_ratio=cpu / alone_cpu,
+        step_seconds=parallel, one_device_seconds=alone, compile_seconds=job.compile_seconds,
         temp_bytes=memory.temp_size_in_bytes, argument_bytes=memory.argument_size_in_bytes,
         hlo_lines=len(text.splitlines()),
         collectives=[Sent(op, axes, *traffic) for (op, axes), traffic in found.items()],
@@ -174,13 +178,13 @@ def as_json(rows: list[Row], work: Work, steps: int) -> str:
 def as_tables(rows: list[Row], work: Work) -> tuple[Table, Table]:
     """One line per layout; and what a device sends per step, one line per operation and axes."""
     title = f"{work.model}, global batch {work.global_batch} x {work.seq_len} tokens"
-    times = _table(title, ("layout",), ("x one device", "step ms", "compile s", "temp MiB",
-                                        "arguments MiB", "HLO lines"))  # fmt: skip
+    times = _table(title, ("layout",), ("x one device", "x its CPU s", "step ms", "compile s",
+                                        "temp MiB", "arguments MiB", "HLO lines"))  # fmt: skip
     sent = _table("sent per step and device", ("layout", "axes", "operation"),
                   ("executions", "payload bytes", "bytes sent"))  # fmt: skip
     for row in rows:
-        times.add_row(row.layout, f"{row.ratio:.2f}", f"{1e3 * row.step_seconds:.1f}",
-                      f"{row.compile_seconds:.1f}", f"{row.temp_bytes / 2**20:.2f}",
+        times.add_row(row.layout, f"{row.ratio:.2f}", f"{row.cpu_ratio:.2f}",
+                      f"{1e3 * row.step_seconds:.1f}", f"{row.compile_seconds:.1f}", f"{row.temp_bytes / 2**20:.2f}",
                       f"{row.argument_bytes / 2**20:.2f}", f"{row.hlo_lines:,}")  # fmt: skip
         for s in sorted(row.collectives, key=lambda s: (s.axes, s.op)):
             numbers = (f"{n:,}" for n in (s.count, s.payload_bytes, s.wire_bytes))

@@ -12,6 +12,8 @@ from flax import nnx
 
 from jaxpar import costs
 from jaxpar.layout import AXES, BATCH_AXES, ZERO_AXES, Layout
+from jaxpar.pipeline import draw
+from jaxpar.placement import pipeline_table
 from jaxpar.splits import Split
 
 TOKENS = 1000
@@ -24,7 +26,9 @@ def plan_text(plan) -> str:
     lines = [layout_line(plan.layout), "", "parameters", *_table([_row(a) for a in parameters])]
     if others:
         lines += ["", "optimizer state and others", *_table(_grouped(parameters, others))]
-    lines += ["", _totals(parameters, others), "", *_sent(model, plan.layout)]
+    lines += ["", _totals(parameters, others), ""]
+    lines += [*_pipeline(plan), ""] if plan.layout.pipe > 1 else []
+    lines += _sent(model, plan.layout)
     lines += [f"warning: {w}" for w in warnings(plan.layout)]
     return "\n".join(line.rstrip() for line in lines)
 
@@ -183,21 +187,38 @@ def _totals(parameters: list[_Array], others: list[_Array]) -> str:
 def _sent(model, layout: Layout) -> list[str]:
     try:
         parameters = costs.parameter_traffic(model, layout)
-        one = dataclasses.replace(layout, microbatches=1)
-        rows = layout.size(BATCH_AXES)
         known = hasattr(model, "config")  # the formulas read sizes from a model's config
-        activations = costs.activation_traffic(model, one, rows, TOKENS) if known else []
+        activations = _activations(model, layout) if known else []
     except ValueError as error:
         return [f"what each axis sends per step: not known ({error})"]
     if not parameters and not activations:
         return ["nothing is sent: one device"]
     lines = ["what each device sends per step, parameters and gradients", *_sums(parameters)]
-    inner = [t for t in activations if t.axes == ("tensor",)]
+    inner = [t for t in activations if {"pipe", "tensor"}.intersection(t.axes)]
     if inner:
-        lines += [f"and for every {TOKENS:,} tokens of its rows, activations", *_sums(inner)]
+        words = "microbatches of" if layout.pipe > 1 else "every"
+        lines += [f"and for {words} {TOKENS:,} tokens of its rows, activations", *_sums(inner)]
     if not known:
         lines += ["and activations: not known, since the model has no `config` with its sizes"]
     return lines
+
+
+def _activations(model, layout: Layout) -> list[costs.Transfer]:
+    """Of one microbatch of TOKENS tokens; of a whole step of such where there are stages."""
+    if layout.pipe == 1:
+        layout = dataclasses.replace(layout, microbatches=1)
+    return costs.activation_traffic(
+        model, layout, layout.size(BATCH_AXES) * layout.microbatches, TOKENS
+    )
+
+
+def _pipeline(plan) -> list[str]:
+    """The schedule with its bubble, what each stage holds and what it keeps."""
+    table, counts = pipeline_table(plan.layout), plan.placement.counts
+    rows = [r for r in draw.summary(table) if r[0] in ("ticks", "bubble", "live", "messages")]
+    layers = " ".join("+".join(map(str, stage)) for stage in counts.tolist())
+    rows.append(("layers", f"{layers} per stage"))
+    return [f"pipeline: {draw.title(table)}", *(f"  {name:9} {words}" for name, words in rows)]
 
 
 def _sums(transfers: list[costs.Transfer]) -> list[str]:
