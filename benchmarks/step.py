@@ -184,8 +184,9 @@ def as_tables(rows: list[Row], work: Work) -> tuple[Table, Table]:
                   ("executions", "payload bytes", "bytes sent"))  # fmt: skip
     for row in rows:
         times.add_row(row.layout, f"{row.ratio:.2f}", f"{row.cpu_ratio:.2f}",
-                      f"{1e3 * row.step_seconds:.1f}", f"{row.compile_seconds:.1f}", f"{row.temp_bytes / 2**20:.2f}",
-                      f"{row.argument_bytes / 2**20:.2f}", f"{row.hlo_lines:,}")  # fmt: skip
+                      f"{1e3 * row.step_seconds:.1f}", f"{row.compile_seconds:.1f}",
+                      f"{row.temp_bytes / 2**20:.2f}", f"{row.argument_bytes / 2**20:.2f}",
+                      f"{row.hlo_lines:,}")  # fmt: skip
         for s in sorted(row.collectives, key=lambda s: (s.axes, s.op)):
             numbers = (f"{n:,}" for n in (s.count, s.payload_bytes, s.wire_bytes))
             sent.add_row(row.layout, "+".join(s.axes), s.op, *numbers)

@@ -12,7 +12,7 @@ from jaxpar.models import llama
 
 jp.emulate_devices(8)  # on a cluster: jp.initialize()
 layout = jp.load_layout("cpu8_pipe2_data2_tensor2")  # or a path, or jp.Layout(pipe=2, data=2, ...)
-tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-3))
+tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4))
 
 
 def init(key):
@@ -32,9 +32,9 @@ def step(state, batch):
     return (optax.apply_updates(model, updates), opt_state), loss
 
 
-with jp.Checkpoint("runs/own_loop", plan, every=3) as checkpoint:
+with jp.Checkpoint("runs/own_loop", plan, every=2) as checkpoint:
     state, start = checkpoint.restore() or (plan.init(jax.random.key(0)), 0)
-    batches = jp.data.batches("builtin", plan, global_batch=32, seq_len=256, start=start, steps=6)
+    batches = jp.data.batches("builtin", plan, global_batch=32, seq_len=256, start=start, steps=4)
     for i, batch in enumerate(batches, start):
         state, loss = step(state, batch)
         checkpoint.save(i + 1, state)

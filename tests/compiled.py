@@ -86,7 +86,8 @@ def trace(name: str, layout: jp.Layout, rows: int = 32, seq_len: int = 16, **cha
     plan = jp.make_plan(layout, lambda key: module.Model(config, rngs=nnx.Rngs(key)),
                         devices=jax.devices()[: layout.num_devices])  # fmt: skip
     model = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
-                         jax.eval_shape(plan.placement.store, plan.state), plan.shardings)  # fmt: skip
+                         jax.eval_shape(plan.placement.store, plan.state),
+                         plan.shardings)  # fmt: skip
     function = jax.jit(plan.value_and_grad(module.loss), out_shardings=(None, plan.shardings))
     return plan, function.trace(model, batch_shapes(plan, rows, seq_len))
 

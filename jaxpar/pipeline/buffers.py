@@ -27,7 +27,10 @@ def blank_like(x):
 
 
 def buffer(aval, slots: int):
-    return blank(aval, (slots,))
+    """A ring buffer, in the memory (device or host) in which the values are."""
+    made = blank(aval, (slots,))
+    on_host = aval.memory_space == jax.memory.Space.Host
+    return jax.device_put(made, jax.memory.Space.Host) if on_host else made
 
 
 def read(buffer, slot):
