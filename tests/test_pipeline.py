@@ -200,3 +200,24 @@ def test_a_batch_that_microbatches_do_not_divide_names_the_nearest_that_work():
     batch = ragged_batch(64, rows=8)
     with pytest.raises(ValueError, match="microbatches=3 does not divide.*use microbatches=2"):
         jax.eval_shape(plan.value_and_grad(MODELS["llama"][0].loss), plan.state[0], batch)
+
+
+@pytest.mark.parametrize("idle", ["skip", "compute"])
+def test_offloaded_inputs_change_no_number_on_stages(idle):
+    check("1f1b", "pipe2_data2_tensor2", 1, "3", "offload", "llama", idle=idle)
+
+
+def test_kv_heads_fewer_than_tensor_equal_one_device_on_stages():
+    layout = jp.Layout(pipe=2, tensor=4, zero=1, microbatches=2, precision="fp32")
+    got = run_layout("llama_kv2", layout, rows=8)
+    assert_equal_runs("llama_kv2", got, reference("llama_kv2", rows=8))
+
+
+def test_bf16_on_stages_equals_one_device_to_bf16_accuracy():
+    layout = jp.Layout(pipe=2, data=2, tensor=2, zero=3, microbatches=4, precision="bf16")
+    got, want = run_layout("llama", layout), reference("llama")
+    np.testing.assert_allclose(got["loss"], want["loss"], rtol=2e-2)
+    pairs = zip(jax.tree.leaves(got["gradients"]), jax.tree.leaves(want["gradients"]), strict=True)
+    for a, b in pairs:
+        assert a.dtype == np.float32
+        assert np.linalg.norm(a - b) <= 2e-2 * np.linalg.norm(b)

@@ -26,7 +26,6 @@ class Settings:
     sequence_parallel: bool = False
     vocab_axes: tuple[str, ...] = ()
     attention_kernel: str = "xla"
-    block_names: tuple[str, ...] = ()
 
 
 def settings(batch: dict) -> Settings:
