@@ -21,3 +21,16 @@ def dead_inputs(closed_jaxpr, which_outputs: list[bool]) -> list[bool]:
 
     _, used = partial_eval.dce_jaxpr(closed_jaxpr.jaxpr, which_outputs)
     return [not u for u in used]
+
+
+def xla_metadata(**attributes: str):
+    """A context that puts frontend attributes on the operations made in it, for XLA to read."""
+    from jax.experimental.xla_metadata import set_xla_metadata
+
+    return set_xla_metadata(**attributes)
+
+
+def tag(x, **attributes: str):
+    from jax.experimental.xla_metadata import set_xla_metadata
+
+    return set_xla_metadata(x, **attributes)

@@ -139,7 +139,8 @@ def parameter_traffic(model, layout: Layout) -> list[Transfer]:
     Parameters travel in the compute type, gradients in fp32. ZeRO 0: one all-reduce. ZeRO 1: one
     all-gather, one reduce-scatter. ZeRO 2: one all-gather, m reduce-scatters. ZeRO 3: for every
     use an all-gather (a block: forward and backward, with remat "stage" the second forward as
-    well; embedding and head: once each) and m reduce-scatters (arXiv 1910.02054, section 7, per
+    well; on one stage one more of what only the forward reads, since the last block's weights come
+    for both; embedding and head: once each) and m reduce-scatters (arXiv 1910.02054, section 7, per
     microbatch). What ZeRO leaves whole, and the shards along `pipe`, `replica` or `tensor` that
     hold copies, are all-reduced as often as gradients are reduced. A padded vocabulary travels by
     all-to-all as well. With `pipe` a device sends for its own stage's layers, padding included,
@@ -168,6 +169,8 @@ def _uses(
     if inside:
         again = known.backward[i] + (layout.remat == "stage")
         there, back = often.forward + often.backward * again, often.backward
+        if layout.pipe == 1:  # the last block's come once for both passes, see pipeline.ahead
+            there += m * (1 - again)
     else:
         there = m * (known.embed[i] + known.loss[i])
         back = there if layout.pipe > 1 else m

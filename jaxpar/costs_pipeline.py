@@ -80,14 +80,12 @@ def branch_share(layout: Layout, model) -> Callable:
     table, counts = pipeline_table(layout), placement_of(model, layout).counts
     shares, size = _shares(table), int(counts.max())
     layers = Fraction(int(counts.sum(axis=1).max()), counts.shape[1] * size)
+    for phase in "FB":  # these branches are around each layer of a stage
+        shares[phase] = layers if layout.idle == "compute" else layers * shares[phase]
 
     def share(conditional, _) -> Fraction:
-        name = conditional.attributes.get("metadata", "")
-        phase = re.search(r"/(embed_back|embed|head|F|B)/", name)
-        if phase is None:
-            return Fraction(1)
-        inside = name[phase.end() :].count("/cond")
-        return layers if inside else shares[phase[1]]
+        own = re.search(r"/(embed_back|embed|head|F|B)/((?!cond).)*/?cond$", conditional.op_name)
+        return Fraction(1) if own is None else shares[own[1]]  # else the model's own branch
 
     return share
 

@@ -11,7 +11,16 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxpar.nn.parallel import axis_index, axis_size, gather_sequence, settings, vary, vary_like
+from jaxpar.nn.parallel import (
+    axis_index,
+    axis_size,
+    gather_sequence,
+    sequence_first,
+    settings,
+    vary,
+    vary_like,
+    zeros_after,
+)
 
 CHUNK = 1024
 """Tokens whose logits exist at the same time."""
@@ -31,10 +40,11 @@ def cross_entropy(
     """
     axes = settings(batch).vocab_axes
     x = vary(gather_sequence(x, batch), axes)  # x[b, s, D] -> x[b, t, D]
-    weights = batch["weights"].astype(jnp.float32).reshape(-1)
+    weights = sequence_first(batch["weights"].astype(jnp.float32)).reshape(-1)
     counted = weights > 0
-    x = jnp.where(counted[:, None], x.reshape(-1, x.shape[-1]), 0)
-    losses = token_losses(x, vary(table, axes), batch["targets"].reshape(-1), vocab_size, axes)
+    x = jnp.where(counted[:, None], sequence_first(x).reshape(-1, x.shape[-1]), 0)
+    targets = sequence_first(batch["targets"]).reshape(-1)
+    losses = token_losses(x, vary(table, axes), targets, vocab_size, axes)
     return jnp.sum(jnp.where(counted, losses, 0) * weights), jnp.sum(weights)
 
 
@@ -79,18 +89,26 @@ def _forward(x, table, targets, vocab_size, axes):
 def _backward(vocab_size, axes, saved, gradient):
     x, table, targets, lse = saved
 
-    def one(d_table, chunk):
-        xc, tc, lc, gc = chunk
+    def one(carry, chunk):
+        d_table, xs = (
+            carry  # a chunk's gradient takes the place of its x, so one buffer serves both
+        )
+        i, tc, lc, gc = chunk
+        xc = lax.dynamic_index_in_dim(xs, i, keepdims=False)
         logits, column = _logits(xc, table, tc, vocab_size, axes)
         hit = column[:, None] == jnp.arange(table.shape[0])
         d = jnp.where(gc[:, None] != 0, (jnp.exp(logits - lc[:, None]) - hit) * gc[:, None], 0)
         d = d.astype(x.dtype)
         # d[n, v] . table[v, D] -> dx[n, D], partial over the vocabulary; summed where x varies
         d_table += jnp.einsum("nv,nd->vd", d, xc, preferred_element_type=jnp.float32)
-        return d_table, jnp.einsum("nv,vd->nd", d, table)
+        dx = jnp.einsum("nv,vd->nd", d, table)
+        return (d_table, lax.dynamic_update_index_in_dim(xs, dx, i, axis=0)), None
 
-    start = vary_like(vary_like(jnp.zeros(table.shape, jnp.float32), table), x)
-    d_table, dx = _scan_chunks(one, start, (x, targets, lse, gradient))
+    start = vary_like(zeros_after(x, table.shape, jnp.float32), table)
+    xs = vary_like(_chunks(x), table)
+    chunks = (jnp.arange(xs.shape[0]), _chunks(targets), _chunks(lse), _chunks(gradient))
+    (d_table, dx), _ = lax.scan(one, (start, xs), chunks)
+    dx = dx.reshape(-1, x.shape[-1])[: x.shape[0]]
     return dx, d_table.astype(table.dtype), None
 
 
@@ -114,19 +132,17 @@ def _over(reduce, x, axes):
 
 def _map_chunks(function, arrays):
     """function on chunks of at most CHUNK tokens, results joined; padding tokens are dropped."""
-    return _scan_chunks(lambda _, chunk: (None, function(chunk)), None, arrays)[1]
-
-
-def _scan_chunks(function, carry, arrays):
     tokens = arrays[0].shape[0]
+    if tokens <= CHUNK:
+        return function(arrays)
+    out = lax.map(function, tuple(_chunks(a) for a in arrays))
+    return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:])[:tokens], out)
+
+
+def _chunks(a: jax.Array) -> jax.Array:
+    """a[n, ...] -> [chunks, size, ...] with size at most CHUNK, padded with zeros."""
+    tokens = a.shape[0]
     count = -(-tokens // CHUNK)
-    if count == 1:
-        return function(carry, arrays)
     size = -(-tokens // count)
-
-    def cut(a):
-        a = jnp.pad(a, [(0, count * size - tokens)] + [(0, 0)] * (a.ndim - 1))
-        return a.reshape(count, size, *a.shape[1:])
-
-    carry, out = lax.scan(function, carry, jax.tree.map(cut, arrays))
-    return carry, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:])[:tokens], out)
+    a = jnp.pad(a, [(0, count * size - tokens)] + [(0, 0)] * (a.ndim - 1))
+    return a.reshape(count, size, *a.shape[1:])

@@ -17,7 +17,7 @@ from jaxpar.functions import Functions, checked_loss
 from jaxpar.layout import BATCH_AXES, Layout
 from jaxpar.nn.parallel import Settings, axis_index, total, vary, vary_like
 from jaxpar.parts import Parts
-from jaxpar.pipeline import executor, stage
+from jaxpar.pipeline import ahead, executor, stage
 from jaxpar.placement import Placement, pipeline_table
 from jaxpar.splits import fetch, give_back, used_shape
 
@@ -69,7 +69,6 @@ class Region:
 
     def _gradients(self, stored: list, batch: dict, key):
         zero, parts = self.layout.zero, self.parts
-        stored = [x.astype(COMPUTE[self.layout.precision]) for x in stored]
         outer, layers = self._once(stored)
         microbatches = self._microbatches(batch)
         count, scale = self._count(batch)
@@ -106,12 +105,22 @@ class Region:
         weights = self._outer(outer, rows)
         x, embed_back = jax.vjp(lambda w: self._embed(w, batch), weights)
         stack, span = self._stack(), stage.Span(layers[0].shape[0])
-        structure = stage.Structure()
-        x, kept = stage.forward(stack, layers, x, batch, span, structure)
+        structure, ahead_of_use = stage.Structure(), self.layout.zero == 3
+        if ahead_of_use:
+            x, kept, last = ahead.forward(stack, layers, x, batch, structure)
+        else:
+            x, kept = stage.forward(stack, layers, x, batch, span, structure)
         weights = self._outer(outer, x)
         loss_sum, loss_back = jax.vjp(lambda w, x: self._sum_and_count(w, x, batch)[0], weights, x)
         from_loss, dx = loss_back(vary_like(scale, loss_sum))
-        dx, layer_sums = stage.backward(stack, layers, kept, dx, batch, layer_sums, span, structure)
+        if ahead_of_use:
+            dx, layer_sums = ahead.backward(
+                stack, layers, kept, last, dx, batch, layer_sums, structure
+            )
+        else:
+            dx, layer_sums = stage.backward(
+                stack, layers, kept, dx, batch, layer_sums, span, structure
+            )
         (from_embed,) = embed_back(dx)
         gradients = [
             a.astype(jnp.float32) + b.astype(jnp.float32)
@@ -125,7 +134,6 @@ class Region:
         return loss_sum, gradients, layer_sums
 
     def _loss_sum(self, stored: list, batch: dict, key):
-        stored = [x.astype(COMPUTE[self.layout.precision]) for x in stored]
         outer, layers = self._once(stored)
         microbatches = self._microbatches(batch)
         if self.layout.pipe > 1:
@@ -165,22 +173,26 @@ class Region:
             fetch_outer=self._outer,
             give_back_outer=give_back_outer,
             idle="compute" if self.layout.idle == "compute" else "skip",
+            one_at_a_time=self.mesh.devices.flat[0].platform == "cpu",
         )
 
     def _once(self, stored: list):
         """Outer and layer leaves, fetched where the layout fetches once a step."""
         if self.layout.zero < 3:
-            stored = [fetch(x, s) for x, s in zip(stored, self.parts.splits, strict=True)]
+            stored = self._fetch(stored, self.parts.splits)
         return self.parts.outer(stored), self.parts.layers(stored)
+
+    def _fetch(self, stored: list, splits: list) -> list:
+        """Stored pieces in the compute type, as layers use them."""
+        compute = COMPUTE[self.layout.precision]
+        return [fetch(x.astype(compute), s) for x, s in zip(stored, splits, strict=True)]
 
     def _outer(self, outer: list, after) -> list:
         """The outer weights; with ZeRO 3 fetched here, once `after` is computed, and not kept."""
         if self.layout.zero < 3:
             return outer
         outer = [lax.optimization_barrier((x, after))[0] for x in outer]
-        return [
-            fetch(x, s) for x, s in zip(outer, self.parts.outer(self.parts.splits), strict=True)
-        ]
+        return self._fetch(outer, self.parts.outer(self.parts.splits))
 
     def _used(self, part, arrays: list, stored: bool) -> list:
         """Arrays with the shape and type that gradient sums have."""
@@ -196,7 +208,7 @@ class Region:
         def fetch_layer(stored):
             if self.layout.zero < 3:
                 return stored
-            return [fetch(x, s) for x, s in zip(stored, splits, strict=True)]
+            return self._fetch(stored, splits)
 
         def give_back_layer(gradients):
             if self.layout.zero < 2:

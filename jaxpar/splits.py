@@ -150,17 +150,15 @@ def _uneven_note(dim, size, over, uneven, layout):
 
 
 def _zero_dim(shape, dims, axes, layout: Layout) -> int | None:
-    """The dim ZeRO splits: the largest that divides, dims without a split of their own first."""
+    """The dim ZeRO splits: the outermost that divides, so that what a gather joins is in order.
+
+    A gather along an inner dim would leave the parameter transposed in memory.
+    """
     parts = layout.size(layout.present(ZERO_AXES))
-    best = None
     for i in range(len(shape)):
-        local = shape[i] // layout.size(axes[i])
-        if dims[i] == "layers" or local % parts:
-            continue
-        rank = (not axes[i], local)
-        if best is None or rank > best[0]:
-            best = (rank, i - len(shape))
-    return None if best is None else best[1]
+        if dims[i] != "layers" and shape[i] // layout.size(axes[i]) % parts == 0:
+            return i - len(shape)
+    return None
 
 
 def fetch(x: jax.Array, split: Split) -> jax.Array:

@@ -68,8 +68,8 @@ def test_zero_3_memory_grows_by_the_kept_block_inputs_alone():
 
 
 @pytest.mark.parametrize("num_layers", [FEW, MANY])
-def test_zero_3_never_holds_more_than_two_blocks_of_gathered_weights(num_layers):
-    assert temp(num_layers, zero=3, remat="block") - num_layers * INPUT_BYTES < 2 * BLOCK_BYTES
+def test_zero_3_never_holds_more_than_two_blocks_of_weights_and_one_of_gradients(num_layers):
+    assert temp(num_layers, zero=3, remat="block") - num_layers * INPUT_BYTES < 3 * BLOCK_BYTES
     assert temp(FEW, zero=1, remat="block") > FEW * BLOCK_BYTES  # which gathers all at once
 
 
@@ -79,10 +79,11 @@ def test_zero_3_gathers_blocks_inside_the_loops_and_never_a_whole_stack():
     run = wide(MANY, zero=3, remat="block")
     assert stack not in run.text
     outer = {4 * D, 4 * MODELS["wide"][1].vocab_size * D}  # final norm; embedding and head
-    for c in run.collectives:
-        if c.op == "all-gather":
-            assert c.count == (MANY if "while" in c.op_name else 1), c
-            assert "while" in c.op_name or c.bytes in outer, c
+    block = {4 * D * D, 4 * D * F, 4 * D}  # the first block's come before the loop
+    gathers = [c for c in run.collectives if c.op == "all-gather"]
+    assert {c.count for c in gathers if "while" in c.op_name} == {MANY, MANY - 1}
+    for c in gathers:
+        assert "while" in c.op_name or (c.count == 1 and c.bytes in outer | block), c
 
 
 def test_optimizer_bytes_per_device_fall_as_one_over_data():

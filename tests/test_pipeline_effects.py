@@ -121,7 +121,7 @@ def test_zero_3_gathers_one_block_at_a_time_and_never_a_stage():
     one = max(4 * D * F, 4 * 64 * D // 2)  # a matrix of one block; this stage's half of the table
     gathers = [c for c in run.collectives if c.op == "all-gather"]
     assert gathers and all(b.bytes <= one for c in gathers for b in c.buffers)
-    assert f"f32[{LAYERS // 2},{D},{F}]" not in run.text and f"f32[{LAYERS},{D}" not in run.text
+    assert f"f32[{LAYERS // 2},{D},{F}]" not in run.text and f"f32[{LAYERS},{D},{F}" not in run.text
     assert f"f32[{LAYERS // 2},{D},{F}]" in wide(8, pipe=2, data=4, zero=1, remat="block").text
 
 
@@ -155,7 +155,10 @@ def lines(run) -> int:
 
 
 def test_the_program_is_as_long_for_64_microbatches_as_for_8():
-    assert lines(wide(64, remat="block")) < 1.01 * lines(wide(8, remat="block"))
+    many, few = wide(64, remat="block"), wide(8, remat="block")
+    written = [len(run.lowered.as_text().splitlines()) for run in (many, few)]
+    assert written[0] == written[1]
+    assert lines(many) < 1.05 * lines(few)  # XLA fuses loops of other lengths differently
 
 
 def test_the_program_is_as_long_for_64_layers_as_for_8():

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxpar.nn.parallel import sum_partial
+from jaxpar.nn.parallel import sequence_first, sum_partial
 from jaxpar.nn.params import normal, param
 
 
@@ -33,7 +33,7 @@ class ColumnLinear(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T ..."]:
         # x[b, t, D] . w[D, out_tensor] -> y[b, t, out_tensor]; no communication
-        y = jnp.tensordot(x, self.weight[...], axes=1)
+        y = sequence_first(jnp.tensordot(sequence_first(x), self.weight[...], axes=1))
         return y if self.bias is None else y + self.bias[...]
 
 
@@ -60,5 +60,6 @@ class RowLinear(nnx.Module):
     def __call__(self, x: Float[Array, "B T ..."], batch: dict) -> Float[Array, "B S D"]:
         # x[b, t, in_tensor] . w[in_tensor, D] -> partial [b, t, D]; summed over tensor
         weight = self.weight[...]
-        y = sum_partial(jnp.tensordot(x, weight, axes=weight.ndim - 1), batch)
+        y = sequence_first(jnp.tensordot(sequence_first(x), weight, axes=weight.ndim - 1))
+        y = sum_partial(y, batch)
         return y if self.bias is None else y + self.bias[...]

@@ -58,6 +58,16 @@ def vary_like(x: jax.Array, other: jax.Array) -> jax.Array:
     return vary(x, sorted(_jax_compat.varying_axes(other)))
 
 
+def zeros_after(x: jax.Array, shape: tuple[int, ...], dtype) -> jax.Array:
+    """Zeros that exist only once `x` does, as different over the mesh as `x` is.
+
+    Zeros made inside a loop do not depend on it, so XLA would make them before it and keep them
+    all the while next to the buffer they start.
+    """
+    zero = lax.optimization_barrier((jnp.zeros((), dtype), x))[0]
+    return vary_like(jnp.broadcast_to(zero, shape), x)
+
+
 def total(x: jax.Array) -> jax.Array:
     """Sum of `x` over all axes on which devices hold different values."""
     axes = tuple(sorted(_jax_compat.varying_axes(x)))
@@ -86,6 +96,15 @@ def sum_partial(x: jax.Array, batch: dict) -> jax.Array:
     if settings(batch).sequence_parallel:
         return lax.psum_scatter(x, "tensor", scatter_dimension=1, tiled=True)
     return lax.psum(x, "tensor")
+
+
+def sequence_first(x: jax.Array) -> jax.Array:
+    """x[b, t, ...] -> [t, b, ...] where there is a tensor axis, else x as it is.
+
+    A gather along the sequence leaves the sequence outermost in memory, so a product over all
+    tokens taken in this order needs no copy of x.
+    """
+    return x if axis_size("tensor") == 1 else x.swapaxes(0, 1)
 
 
 def local_sequence(x: jax.Array, batch: dict) -> jax.Array:

@@ -20,20 +20,34 @@ def empty(shape, dtype) -> jax.Array:
     return jnp.full(shape, EMPTY if jnp.issubdtype(dtype, jnp.inexact) else 0, dtype)
 
 
-def when(predicate, function, *args):
-    """function(*args) where `predicate`, else empty arrays of its shapes, and nothing computed."""
+def when(predicate, function, *args, otherwise=None):
+    """function(*args) where `predicate`; elsewhere it is not computed, and the result is empty.
+
+    `otherwise(empty, *args)` makes another result of the same shapes, from the empty one.
+    """
     shapes = jax.make_jaxpr(function)(*args).out_avals
     tree = jax.tree.structure(jax.eval_shape(function, *args))
     axes = _jax_compat.varying_axes(predicate)
+    typed = [sorted(_jax_compat.varying_axes(a) | axes) for a in shapes]
+
+    def as_typed(result):
+        return [vary(x, over) for x, over in zip(jax.tree.leaves(result), typed, strict=True)]
 
     def run(*args):
-        return [vary(x, sorted(axes)) for x in jax.tree.leaves(function(*args))]
+        return as_typed(function(*args))
 
     def idle(*args):
-        typed = [(a, sorted(_jax_compat.varying_axes(a) | axes)) for a in shapes]
-        return [vary(empty(a.shape, a.dtype), over) for a, over in typed]
+        result = tree.unflatten([empty(a.shape, a.dtype) for a in shapes])
+        return as_typed(result if otherwise is None else otherwise(result, *args))
 
     return tree.unflatten(lax.cond(predicate, run, idle, *args))
+
+
+def run_where(predicate, function, *args, otherwise):
+    """`when`, without a branch where `predicate` is None: always."""
+    if predicate is None:
+        return function(*args)
+    return when(predicate, function, *args, otherwise=otherwise)
 
 
 def update_when(predicate, function, carry, *args):

@@ -39,9 +39,10 @@ def run(
     tick = Tick(program, outer, layers, microbatches, scale, Structure())
     carry = tick.start(outer_sums, layer_sums)
     whole_stage = program.stack.remat == "stage"
-    for segment in ticks.segments(program.table):
+    for number, segment in enumerate(ticks.segments(program.table)):
         scanned = jax.tree.map(jnp.asarray, ticks.arrays(program.table, segment, whole_stage))
-        carry, _ = lax.scan(partial(tick.run, segment), carry, scanned)
+        with jax.named_scope(f"segment {number}"):  # tells them apart in the compiled program
+            carry, _ = lax.scan(partial(tick.run, segment), carry, scanned)
     return carry["loss"], carry["outer"], carry["layers"]
 
 
@@ -55,6 +56,8 @@ def evaluate(program: Program, outer: list, layers: list, microbatches: dict):
         for a in buffers.typed(lambda: tick._stored_loss(buffers.blank(x), jnp.int32(0)))
     ]
     carry = {"x": buffers.buffer(x, max(program.table.slots_input)), "kept": [], "totals": totals}
+    if program.one_at_a_time:
+        carry["brought"] = vary_like(jnp.uint32(0), buffers.blank(x))
     for segment in ticks.segments(program.table):
         if segment.forward:
             scanned = jax.tree.map(jnp.asarray, ticks.arrays(program.table, segment, False))
@@ -92,6 +95,8 @@ class Tick:
             "outer": outer_sums,
             "layers": layer_sums,
         }
+        if self.program.one_at_a_time:
+            carry["brought"] = vary_like(jnp.uint32(0), carry["dx"])
         if ticks.loss_gradient_waits(table):
             carry["loss_grad"] = buffers.buffer(y, max(table.slots_kept))
         loss, _ = buffers.typed(lambda: self._stored_loss(buffers.blank(x), jnp.int32(0)))
@@ -101,22 +106,29 @@ class Tick:
         carry, at = dict(carry), now["alike"]
         me = lax.axis_index(AXIS)
         mine = {name: a[me] for name, a in now["stage"].items()}
-        for i, pairs in segment.receives:
-            arrived = lax.ppermute(carry["dx"], AXIS, pairs)
-            carry["grad"] = buffers.write(carry["grad"], mine[f"arrives_{i}"], arrived)
+        returns = [
+            (mine[f"arrives_{i}"], self._permute(carry["dx"], pairs, carry))
+            for i, pairs in segment.receives
+        ]
         arrivals = []
         if segment.forward:
             entering = self._embed(segment.embed, at["embed"], carry)
             y = self._run_forward(mine, entering, me, carry)
+            if returns:
+                y, returns = lax.optimization_barrier((y, returns))
             for i, pairs in segment.sends:
-                arrivals.append((mine[f"arrives_{i}"], lax.ppermute(y, AXIS, pairs)))
+                arrivals.append((mine[f"arrives_{i}"], self._permute(y, pairs, carry)))
             from_loss = self._head(segment.head, at, y, carry)
+        for slot, value in returns:
+            carry["grad"] = buffers.write(carry["grad"], slot, value)
         if segment.backward:
             if "loss_grad" in carry:
                 from_loss = buffers.read(carry["loss_grad"], at["head_slot_used"])
             elif not segment.forward:
                 from_loss = buffers.blank_like(carry["dx"])
             carry["dx"] = self._run_backward(mine, from_loss, me, carry)
+            if arrivals:
+                carry["dx"], arrivals = lax.optimization_barrier((carry["dx"], arrivals))
             self._embed_back(segment.embed_back, at["embed_back"], carry)
         for slot, value in arrivals:
             carry["x"] = buffers.write(carry["x"], slot, value)
@@ -130,9 +142,8 @@ class Tick:
             add = lambda sums, y: [a + b for a, b in zip(sums, self._stored_loss(y, at["head"]))]  # noqa
             carry["totals"] = update_when(at["head"] >= 0, add, carry["totals"], y)
         for i, pairs in segment.sends:
-            carry["x"] = buffers.write(
-                carry["x"], mine[f"arrives_{i}"], lax.ppermute(y, AXIS, pairs)
-            )
+            arrived = self._permute(y, pairs, carry)
+            carry["x"] = buffers.write(carry["x"], mine[f"arrives_{i}"], arrived)
         return carry, None
 
     @functools.cached_property
@@ -165,16 +176,8 @@ class Tick:
         slot = mine["f_stage" if whole else "f_input"]
         first = jnp.asarray(table.parts)[me, chunk] == 0
         x = jnp.where(first, entering, buffers.read(carry["x"], slot))
-        batch, span = self._batch(m), self.program.span(me, jnp.maximum(chunk, 0))
-
-        def forward(state, x):
-            return self._forward(x, batch, span, Ring(state[1], mine["f_kept"]))
-
-        state = (buffers.blank_like(x), carry["kept"])
-        if self.program.idle == "skip":
-            y, carry["kept"] = update_when(m >= 0, forward, state, x)
-        else:
-            y, carry["kept"] = forward(state, x)
+        batch, span = self._batch(m), self.program.span(me, jnp.maximum(chunk, 0), m >= 0)
+        y, carry["kept"] = self._forward(x, batch, span, Ring(carry["kept"], mine["f_kept"]))
         if whole:
             carry["x"] = buffers.write(carry["x"], jnp.where(first & (m >= 0), slot, -1), x)
         return y
@@ -214,20 +217,12 @@ class Tick:
         x = buffers.read(carry["x"], mine["b_stage"]) if whole else None
         kept = Ring(carry["kept"], mine["b_kept"])
         stack, known = self.program.stack, self.structure
-        batch, span = self._batch(m), self.program.span(me, jnp.maximum(chunk, 0))
-
-        def back(state, active=None):
-            _, sums = state
-            saved = kept
-            if whole:
-                _, saved = stage.forward(stack, self.layers, x, batch, span, known)
-            return stage.backward(stack, self.layers, saved, dy, batch, sums, span, known, active)
-
-        state = (buffers.blank_like(carry["dx"]), carry["layers"])
-        if self.program.idle == "skip":
-            dx, carry["layers"] = update_when(m >= 0, back, state)
-        else:
-            dx, carry["layers"] = back(state, m >= 0)
+        batch, span = self._batch(m), self.program.span(me, jnp.maximum(chunk, 0), m >= 0)
+        if whole:
+            _, kept = stage.forward(stack, self.layers, x, batch, span, known)
+        dx, carry["layers"] = stage.backward(
+            stack, self.layers, kept, dy, batch, carry["layers"], span, known
+        )
         return dx
 
     @jax.named_scope("embed_back")
@@ -250,6 +245,22 @@ class Tick:
             carry["outer"] = update_when(m >= 0, back, carry["outer"], carry["dx"])
 
     # ---- pieces
+
+    def _permute(self, x, pairs, carry: dict):
+        """x from the stage that sends it to this one, zeros where none does.
+
+        XLA:CPU starts collectives in order and does not wait for one before it starts the next,
+        and knows two permutations at once not apart. Where the program asks for it, x therefore
+        depends on what the permutation before brought: no word of 32 bits has more than 64 ones.
+        """
+        if not self.program.one_at_a_time:
+            with _jax_compat.xla_metadata(_xla_gpu_collective_stream="p2p"):
+                return lax.ppermute(x, AXIS, pairs)
+        never = lax.population_count(carry["brought"]) > 64
+        arrived = lax.ppermute(jnp.where(never, 0, x), AXIS, pairs)
+        word = arrived.ravel()[0].astype(jnp.float32)
+        carry["brought"] = lax.bitcast_convert_type(word, jnp.uint32)
+        return arrived
 
     def _batch(self, m, share: bool = False) -> dict:
         """Microbatch m as the model sees it; with `share` this stage's part of its rows."""
@@ -279,7 +290,8 @@ class Tick:
         last = ticks.places(self.program.table)[1][0]
         y = jnp.where(lax.axis_index(AXIS) == last, y, 0)
         if not self.by_rows:
-            loss_sum, count = self.program.loss(outer, lax.psum(y, AXIS), self._batch(m))
+            x = vary(lax.psum(y, AXIS), (AXIS,))  # its gradient is summed here, in y's type
+            loss_sum, count = self.program.loss(outer, x, self._batch(m))
             if AXIS in _jax_compat.varying_axes(loss_sum):
                 loss_sum = jnp.where(lax.axis_index(AXIS) == last, loss_sum, 0)
             return loss_sum, count

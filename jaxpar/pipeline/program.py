@@ -20,7 +20,8 @@ class Program:
     `fetch_outer(stored, after)` and `give_back_outer(gradients)` move the outer weights; a gradient
     that is None stays so.
     `counts[stage, chunk]`: layers held there. `idle`: "skip" branches around what a stage has not
-    to do, "compute" computes on what is there and drops it.
+    to do, "compute" computes on what is there and drops it. `one_at_a_time`: permutations wait for
+    one another, as emulated devices need it.
     """
 
     table: Table
@@ -32,9 +33,10 @@ class Program:
     fetch_outer: Callable
     give_back_outer: Callable
     idle: str = "skip"
+    one_at_a_time: bool = False
 
-    def span(self, me, chunk) -> Span:
-        """The layers of one chunk on this stage."""
+    def span(self, me, chunk, active=None) -> Span:
+        """The layers of one chunk on this stage; `active`: whether there is something to do."""
         size = int(self.counts.max())
         order = np.argsort(self.table.parts, axis=None)
         starts = np.zeros(self.counts.size, np.int32)
@@ -42,7 +44,7 @@ class Program:
         number = jnp.asarray(starts.reshape(self.counts.shape))[me, chunk]
         even = bool((self.counts == size).all())
         count = None if even else jnp.asarray(self.counts, jnp.int32)[me, chunk]
-        return Span(size, chunk * size, number, count)
+        return Span(size, chunk * size, number, count, active, self.idle)
 
 
 def vjp_of_read(function, weights: list, *args):

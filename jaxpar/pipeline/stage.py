@@ -15,7 +15,7 @@ from jax import lax
 
 from jaxpar.nn.parallel import vary_like
 from jaxpar.pipeline import buffers
-from jaxpar.pipeline.branch import when
+from jaxpar.pipeline.branch import run_where
 
 POLICIES = {
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
@@ -44,13 +44,29 @@ class Stack:
 class Span:
     """The layers of a stack to run: places first .. first+size-1, of which `count` hold a layer.
 
-    `number` is the model's number of the first of them. `count` None: all hold one.
+    `number` is the model's number of the first of them. `count` None: all hold one. `active` None:
+    there is something to do; else whether there is, and `idle` says what happens where not.
     """
 
     size: int
     first: jax.Array | int = 0
     number: jax.Array | int = 0
     count: jax.Array | None = None
+    active: jax.Array | None = None
+    idle: str = "skip"
+
+    def runs(self, i):
+        """Whether place i is run; None where it always is."""
+        return self._both(i, self.active if self.idle == "skip" else None)
+
+    def counts(self, i):
+        """Whether what place i computes counts; None where it always does."""
+        return self._both(i, self.active)
+
+    def _both(self, i, active):
+        if self.count is None:
+            return active
+        return i < self.count if active is None else active & (i < self.count)
 
 
 @dataclasses.dataclass
@@ -68,9 +84,10 @@ class Ring:
     arrays: list
     slot: jax.Array
 
-    def write(self, arrays: list, values: list, i) -> list:
-        """`arrays` with one layer's values in place."""
-        return [buffers.write_at(a, (self.slot, i), v) for a, v in zip(arrays, values, strict=True)]
+    def write(self, values: list, i) -> list:
+        """The arrays with one layer's values in place."""
+        pairs = zip(self.arrays, values, strict=True)
+        return [buffers.write_at(a, (self.slot, i), v) for a, v in pairs]
 
     def read(self, i) -> list:
         """One layer's values."""
@@ -92,25 +109,18 @@ def forward(
     """
 
     def block(x, i):
-        weights = stack.fetch(_layer(layers, span.first + i))
-        shared = {**batch, "layer": span.number + i}
-        y, pullback = jax.vjp(_remat(stack, shared), weights, x)
-        leaves, structure.tree = jax.tree.flatten(pullback)
-        shared = jax.tree.leaves(shared)
-        structure.sources = [_source(leaf, weights, shared) for leaf in leaves]
-        kept = [a for a, source in zip(leaves, structure.sources, strict=True) if source is None]
-        return y, [_offload(a) for a in kept] if stack.remat == "offload" else kept
+        weights = stack.fetch(layer_at(layers, span.first + i))
+        return block_forward(stack, weights, x, {**batch, "layer": span.number + i}, structure)
 
     def body(carry, i):
         x, arrays = carry
-        if span.count is None:
-            y, kept = block(x, i)
-        else:  # a place without a layer passes x on
-            y, kept = when(i < span.count, lambda x: block(x, i), x)
-            y = jnp.where(i < span.count, y, x)
-        if ring is None:
-            return (y, arrays), kept
-        return (y, ring.write(arrays, kept, i)), None
+        now = Ring(arrays, ring.slot) if ring else None
+
+        def idle(empty, x):  # passes x on, and leaves the ring as it is
+            return x, now.read(i) if now else empty[1]
+
+        y, kept = run_where(span.runs(i), lambda x: block(x, i), x, otherwise=idle)
+        return ((y, now.write(kept, i)), None) if now else ((y, arrays), kept)
 
     (x, arrays), kept = lax.scan(body, (x, ring.arrays if ring else []), _places(span))
     return x, arrays if ring else kept
@@ -125,54 +135,67 @@ def backward(
     sums: list,
     span: Span,
     structure: Structure,
-    active=None,
 ):
-    """Goes back through the blocks. Returns (dx, sums): sums with each layer's gradients added.
-
-    Where `active` is given and false, gradients of whatever was computed are not added.
-    """
+    """Goes back through the blocks. Returns (dx, sums): sums with each layer's gradients added."""
 
     def block(dx, arrays, i):
-        if stack.remat == "offload":
-            arrays = [_bring_back(a) for a in arrays]
-        weights = stack.fetch(_layer(layers, span.first + i))
-        shared = jax.tree.leaves({**batch, "layer": span.number + i})
-        rest = iter(arrays)
-        leaves = [
-            next(rest) if s is None else (weights if s[0] == "weight" else shared)[s[1]]
-            for s in structure.sources
-        ]
-        gradients, dx = jax.tree.unflatten(structure.tree, leaves)(dx)
+        arrays = kept.read(i) if isinstance(kept, Ring) else arrays
+        weights = stack.fetch(layer_at(layers, span.first + i))
+        shared = {**batch, "layer": span.number + i}
+        dx, gradients = block_backward(stack, weights, arrays, dx, shared, structure)
         return dx, stack.give_back(gradients)
 
-    def body(carry, item):
+    def body(carry, steps):
         dx, sums = carry
-        i, arrays = item
-        arrays = kept.read(i) if isinstance(kept, Ring) else arrays
-        counted = active
-        if span.count is None:
-            dx, gradients = block(dx, arrays, i)
-        else:
-            counted = i < span.count if active is None else active & (i < span.count)
-            new, gradients = when(i < span.count, lambda dx, a: block(dx, a, i), dx, arrays)
-            dx = jnp.where(i < span.count, new, dx)
-        if counted is not None:
-            gradients = [jnp.where(counted, g, 0) for g in gradients]
-        place = span.first + i
-        return (dx, [_add_at(s, g, place) for s, g in zip(sums, gradients, strict=True)]), None
+        i = span.size - 1 - steps
+        arrays = None if isinstance(kept, Ring) else layer_at(kept, i)
+        dx, gradients = run_where(
+            span.runs(i),
+            lambda dx: block(dx, arrays, i),
+            dx,
+            otherwise=lambda empty, dx: (dx, empty[1]),
+        )
+        counts = span.counts(i)
+        if counts is not None:
+            gradients = [jnp.where(counts, g, 0) for g in gradients]
+        return (dx, add_at(sums, gradients, span.first + i)), None
 
-    scanned = None if isinstance(kept, Ring) else kept
-    (dx, sums), _ = lax.scan(body, (dx, sums), (_places(span), scanned), reverse=True)
+    (dx, sums), _ = lax.scan(body, (dx, sums), _places(span))
     return dx, sums
+
+
+def block_forward(stack: Stack, weights: list, x, shared: dict, structure: Structure):
+    """One block. Returns (y, what its backward pass needs besides weights and `shared`)."""
+    y, pullback = jax.vjp(_remat(stack, shared), weights, x)
+    leaves, structure.tree = jax.tree.flatten(pullback)
+    shared = jax.tree.leaves(shared)
+    structure.sources = [_source(leaf, weights, shared) for leaf in leaves]
+    kept = [a for a, source in zip(leaves, structure.sources, strict=True) if source is None]
+    return y, [_offload(a) for a in kept] if stack.remat == "offload" else kept
+
+
+def block_backward(stack: Stack, weights: list, kept: list, dx, shared: dict, structure: Structure):
+    """Back through one block. Returns (dx, gradients of the weights it used)."""
+    rest = iter([_bring_back(a) for a in kept] if stack.remat == "offload" else kept)
+    shared = jax.tree.leaves(shared)
+    leaves = [
+        next(rest) if s is None else (weights if s[0] == "weight" else shared)[s[1]]
+        for s in structure.sources
+    ]
+    gradients, dx = jax.tree.unflatten(structure.tree, leaves)(dx)
+    return dx, gradients
 
 
 def apply(stack: Stack, layers: list, x: jax.Array, batch: dict, span: Span) -> jax.Array:
     """Runs the blocks and keeps nothing."""
 
+    def block(x, i):
+        weights = stack.fetch(layer_at(layers, span.first + i))
+        return stack.block(weights, x, {**batch, "layer": span.number + i})
+
     def body(x, i):
-        weights = stack.fetch(_layer(layers, span.first + i))
-        y = stack.block(weights, x, {**batch, "layer": span.number + i})
-        return (y if span.count is None else jnp.where(i < span.count, y, x)), None
+        y = run_where(span.runs(i), lambda x: block(x, i), x, otherwise=lambda empty, x: x)
+        return y, None
 
     return lax.scan(body, x, _places(span))[0]
 
@@ -195,7 +218,8 @@ def _places(span: Span) -> jax.Array:
     return jnp.arange(span.size, dtype=jnp.int32)
 
 
-def _layer(layers: list, place) -> list:
+def layer_at(layers: list, place) -> list:
+    """One layer's leaves of a stack."""
     return [lax.dynamic_index_in_dim(a, place, keepdims=False) for a in layers]
 
 
@@ -207,9 +231,15 @@ def _source(leaf, weights, shared):
     return None
 
 
-def _add_at(total: jax.Array, value: jax.Array, place) -> jax.Array:
-    row = lax.dynamic_index_in_dim(total, place, keepdims=False) + value.astype(jnp.float32)
-    return lax.dynamic_update_index_in_dim(total, row, place, axis=0)
+def add_at(sums: list, gradients: list, place) -> list:
+    """sums[place] += gradients; a sum is read once its gradient is there: no copy waits for it."""
+
+    def add(total, value):
+        total, value = lax.optimization_barrier((total, value))
+        row = lax.dynamic_index_in_dim(total, place, keepdims=False) + value.astype(jnp.float32)
+        return lax.dynamic_update_index_in_dim(total, row, place, axis=0)
+
+    return [add(s, g) for s, g in zip(sums, gradients, strict=True)]
 
 
 def _offload(x):
