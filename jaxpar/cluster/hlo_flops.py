@@ -16,7 +16,7 @@ import numpy as np
 from jaxpar.cluster.hlo_text import Instruction, Program, Shape, parse
 from jaxpar.cluster.hlo_walk import BranchShare, walk
 
-_KINDS = ("dots", "convolutions", "attention", "causal_attention")
+KINDS = ("dots", "convolutions", "attention", "causal_attention")
 _GEMMS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8")
 _NO_PRODUCTS = {
     "AllocateBuffer", "AssumeGatherIndicesInBound", "LayoutConstraint", "MoveToDevice",
@@ -81,7 +81,7 @@ def flops(
     lost: dict[str, None] = {}
     for visit in walk(program, branch_share=branch_share, trip_counts=trip_counts):
         instruction = visit.instruction
-        work = _work(instruction, visit.computation.by_name)
+        work = operations_of(instruction, visit.computation.by_name)
         if work is None:
             continue
         if visit.count is None:
@@ -89,12 +89,12 @@ def flops(
             continue
         kinds, amount = work
         for kind in kinds:
-            into = sums if kind in _KINDS else unread
+            into = sums if kind in KINDS else unread
             into[kind] = into.get(kind, 0) + visit.count * amount
     return Flops(**sums, unread=tuple(unread.items()), unknown_loops=tuple(lost))
 
 
-def _work(
+def operations_of(
     instruction: Instruction, inside: Mapping[str, Instruction]
 ) -> tuple[tuple[str, ...], int] | None:
     """The fields of `Flops` that an instruction adds to and how much; None when it adds nothing.

@@ -29,9 +29,9 @@ def promoted_from(
     operand = computation.by_name.get(instruction.operands[index])
     if operand is None or operand.shape.dtype not in ("f32", "f64", "s32", "u32"):
         return None
-    before = _convert_before(program, computation, operand)
+    before = convert_before(program, computation, operand)
     element = index if instruction.shape.dtype == "tuple" else None
-    after = _only(_converts_after(program, computation, instruction, element))
+    after = only(converts_after(program, computation, instruction, element))
     agreed = before.dtype if before.dtype == after.dtype else None
     if op not in _REDUCTIONS:
         return agreed if agreed and after.by_xla else before.dtype if before.by_xla else None
@@ -49,7 +49,7 @@ class _Convert(NamedTuple):
     by_xla: bool = False
 
 
-def _convert_before(
+def convert_before(
     program: Program, inside: Computation, value: Instruction, element: int = 0
 ) -> _Convert:
     while True:
@@ -71,7 +71,7 @@ def _convert_before(
             return _Convert()
 
 
-def _converts_after(
+def converts_after(
     program: Program, inside: Computation, value: Instruction, element: int | None
 ) -> Iterator[_Convert]:
     """The convert that each reader starts with; `element` picks one result of a tuple."""
@@ -80,18 +80,18 @@ def _converts_after(
             yield _narrowing(user, user.shape.dtype, value.shape.dtype)
         elif user.opcode == "get-tuple-element":
             if element is None or int(user.attributes["index"]) == element:
-                yield from _converts_after(program, inside, user, None)
+                yield from converts_after(program, inside, user, None)
         elif user.opcode.endswith("-done"):
             several = user.shape.dtype == "tuple"
-            yield from _converts_after(program, inside, user, element if several else None)
+            yield from converts_after(program, inside, user, element if several else None)
         elif user.opcode in ("fusion", "call") and user.called:
             (callee,) = next(iter(user.called.values()))
             below = program.computations[callee]
             for place, operand in enumerate(user.operands):
                 if operand == value.name:
-                    yield from _converts_after(program, below, below.parameters[place], None)
+                    yield from converts_after(program, below, below.parameters[place], None)
         elif user.opcode in (*_SAME_VALUE, "concatenate"):
-            yield from _converts_after(program, inside, user, None)
+            yield from converts_after(program, inside, user, None)
         else:
             yield _Convert()
 
@@ -102,7 +102,7 @@ def _narrowing(convert: Instruction, narrow: str, wide: str) -> _Convert:
     return _Convert(narrow, not convert.op_name.endswith(_USERS_CONVERTS))
 
 
-def _only(converts: Iterator[_Convert]) -> _Convert:
+def only(converts: Iterator[_Convert]) -> _Convert:
     found = list(converts)
     if len({convert.dtype for convert in found}) != 1:
         return _Convert()
