@@ -116,7 +116,8 @@ def test_four_times_more_microbatches_add_at_most_a_copy_of_their_tokens(zero):
     many = wide(FEW, rows=16 * ROWS, zero=zero, microbatches=16).memory
     tokens = many.argument_size_in_bytes - few.argument_size_in_bytes
     assert tokens == 12 * SEQ_LEN * 4 * 3
-    assert many.temp_size_in_bytes - few.temp_size_in_bytes in (0, tokens)  # or a copy of them
+    grown = many.temp_size_in_bytes - few.temp_size_in_bytes
+    assert grown in (0, tokens, tokens + 64)  # or a copy of them; XLA aligns arrays to 64 bytes
 
 
 @pytest.mark.parametrize("zero", [1, pytest.param(2, marks=pytest.mark.full), 3])
@@ -163,8 +164,8 @@ def test_remat_block_runs_each_block_forward_once_more_but_for_its_last_product(
 
 def test_each_remat_keeps_what_it_names():
     def grows_by(remat):
-        few, many = temp(FEW, zero=3, remat=remat), temp(MANY, zero=3, remat=remat)
-        return (many - few) / (MANY - FEW)
+        few, many = temp(MANY // 2, zero=3, remat=remat), temp(MANY, zero=3, remat=remat)
+        return (many - few) / (MANY // 2)
 
     assert grows_by("block") == INPUT_BYTES
     # the block's input; query, key, value and out; gate and up (nothing reads down's result)

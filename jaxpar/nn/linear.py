@@ -1,14 +1,19 @@
 """Linear layers split over `tensor`: the column kind splits outputs, the row kind inputs."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxpar.nn.parallel import sequence_first, sum_partial
 from jaxpar.nn.params import normal, param
+
+PRODUCT = "product"
+"""Name of what linear layers compute, for remat policies."""
 
 
 class ColumnLinear(nnx.Module):
@@ -33,7 +38,7 @@ class ColumnLinear(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T ..."]:
         # x[b, t, D] . w[D, out_tensor] -> y[b, t, out_tensor]; no communication
-        y = sequence_first(jnp.tensordot(sequence_first(x), self.weight[...], axes=1))
+        y = product(x, self.weight[...], 1)
         return y if self.bias is None else y + self.bias[...]
 
 
@@ -60,6 +65,34 @@ class RowLinear(nnx.Module):
     def __call__(self, x: Float[Array, "B T ..."], batch: dict) -> Float[Array, "B S D"]:
         # x[b, t, in_tensor] . w[in_tensor, D] -> partial [b, t, D]; summed over tensor
         weight = self.weight[...]
-        y = sequence_first(jnp.tensordot(sequence_first(x), weight, axes=weight.ndim - 1))
-        y = sum_partial(y, batch)
+        y = sum_partial(product(x, weight, weight.ndim - 1), batch)
         return y if self.bias is None else y + self.bias[...]
+
+
+def product(x: Float[Array, "b t ..."], w: Float[Array, "..."], contracted: int):
+    """x[b, t, *in] . w[*in, *out] -> y[b, t, *out], with `contracted` dims in `in`.
+
+    Computed and differentiated in the order of `sequence_first`. Keeps x and w as they are, so
+    several products of one x keep it once. Its result has the name PRODUCT for remat policies.
+    """
+    return checkpoint_name(_product(x, w, contracted), PRODUCT)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _product(x, w, contracted):
+    return sequence_first(jnp.tensordot(sequence_first(x), w, axes=contracted))
+
+
+def _forward(x, w, contracted):
+    return _product(x, w, contracted), (x, w)
+
+
+def _backward(contracted, saved, dy):
+    x, w = saved
+    x, dy = sequence_first(x), sequence_first(dy)
+    outputs = list(range(contracted, w.ndim))
+    dx = jnp.tensordot(dy, w, axes=(list(range(2, dy.ndim)), outputs))
+    return sequence_first(dx), jnp.tensordot(x, dy, axes=((0, 1), (0, 1)))
+
+
+_product.defvjp(_forward, _backward)

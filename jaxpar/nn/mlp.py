@@ -5,6 +5,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxpar.nn.linear import ColumnLinear, RowLinear
+from jaxpar.nn.parallel import computed_again
 
 
 class SwiGLU(nnx.Module):
@@ -17,7 +18,7 @@ class SwiGLU(nnx.Module):
         self.down = RowLinear((ffn_dim,), ("ffn",), embed_dim, key=kd, std=out_std)
 
     def __call__(self, x: Float[Array, "B T D"], batch: dict) -> Float[Array, "B S D"]:
-        return self.down(jax.nn.silu(self.gate(x)) * self.up(x), batch)
+        return self.down(_swish_gate(self.gate(x), self.up(x)), batch)
 
 
 class GeluMLP(nnx.Module):
@@ -29,4 +30,14 @@ class GeluMLP(nnx.Module):
         self.down = RowLinear((ffn_dim,), ("ffn",), embed_dim, key=kd, std=out_std, bias=True)
 
     def __call__(self, x: Float[Array, "B T D"], batch: dict) -> Float[Array, "B S D"]:
-        return self.down(jax.nn.gelu(self.up(x), approximate=True), batch)
+        return self.down(_gelu(self.up(x)), batch)
+
+
+@computed_again
+def _swish_gate(gate, x):
+    return jax.nn.silu(gate) * x
+
+
+@computed_again
+def _gelu(x):
+    return jax.nn.gelu(x, approximate=True)

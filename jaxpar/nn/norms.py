@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from jaxpar.nn.parallel import computed_again
 from jaxpar.nn.params import param
 
 
@@ -16,9 +17,7 @@ class RMSNorm(nnx.Module):
         self.epsilon = epsilon
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
-        h = x.astype(jnp.float32)
-        h = h * jax.lax.rsqrt(jnp.mean(h * h, axis=-1, keepdims=True) + self.epsilon)
-        return (h * self.scale[...].astype(jnp.float32)).astype(x.dtype)
+        return _rms_norm(x, self.scale[...], self.epsilon)
 
 
 class LayerNorm(nnx.Module):
@@ -30,8 +29,19 @@ class LayerNorm(nnx.Module):
         self.epsilon = epsilon
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
-        h = x.astype(jnp.float32)
-        h = h - jnp.mean(h, axis=-1, keepdims=True)
-        h = h * jax.lax.rsqrt(jnp.mean(h * h, axis=-1, keepdims=True) + self.epsilon)
-        h = h * self.scale[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)
-        return h.astype(x.dtype)
+        return _layer_norm(x, self.scale[...], self.bias[...], self.epsilon)
+
+
+@computed_again
+def _rms_norm(x, scale, epsilon):
+    h = x.astype(jnp.float32)
+    h = h * jax.lax.rsqrt(jnp.mean(h * h, axis=-1, keepdims=True) + epsilon)
+    return (h * scale.astype(jnp.float32)).astype(x.dtype)
+
+
+@computed_again
+def _layer_norm(x, scale, bias, epsilon):
+    h = x.astype(jnp.float32)
+    h = h - jnp.mean(h, axis=-1, keepdims=True)
+    h = h * jax.lax.rsqrt(jnp.mean(h * h, axis=-1, keepdims=True) + epsilon)
+    return (h * scale.astype(jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype)

@@ -58,14 +58,31 @@ def vary_like(x: jax.Array, other: jax.Array) -> jax.Array:
     return vary(x, sorted(_jax_compat.varying_axes(other)))
 
 
+def computed_again(function):
+    """`function`, whose backward pass keeps its arguments alone and computes the rest again.
+
+    For elementwise functions and norms, which cost little and would keep several arrays in fp32.
+    """
+    return jax.checkpoint(function, prevent_cse=False)
+
+
+def zero_after(x: jax.Array) -> jax.Array:
+    """The fp32 number 0, which only exists once `x` does; typed like it.
+
+    A 32-bit word never has more than 64 ones, but XLA does not know that, so what is made of this
+    number stays behind `x`, where it drops an `optimization_barrier` before it orders operations.
+    """
+    word = lax.bitcast_convert_type(x.reshape(-1)[0].astype(jnp.float32), jnp.uint32)
+    return (lax.population_count(word) > 64).astype(jnp.float32)
+
+
 def zeros_after(x: jax.Array, shape: tuple[int, ...], dtype) -> jax.Array:
     """Zeros that exist only once `x` does, as different over the mesh as `x` is.
 
     Zeros made inside a loop do not depend on it, so XLA would make them before it and keep them
     all the while next to the buffer they start.
     """
-    zero = lax.optimization_barrier((jnp.zeros((), dtype), x))[0]
-    return vary_like(jnp.broadcast_to(zero, shape), x)
+    return jnp.broadcast_to(zero_after(x).astype(dtype), shape)
 
 
 def total(x: jax.Array) -> jax.Array:

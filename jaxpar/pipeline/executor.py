@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar import _jax_compat
-from jaxpar.nn.parallel import vary, vary_like
+from jaxpar.nn.parallel import vary, vary_like, zero_after
 from jaxpar.pipeline import buffers, stage, ticks
 from jaxpar.pipeline.branch import update_when, when
 from jaxpar.pipeline.buffers import AXIS
@@ -57,7 +57,7 @@ def evaluate(program: Program, outer: list, layers: list, microbatches: dict):
     ]
     carry = {"x": buffers.buffer(x, max(program.table.slots_input)), "kept": [], "totals": totals}
     if program.one_at_a_time:
-        carry["brought"] = vary_like(jnp.uint32(0), buffers.blank(x))
+        carry["zero"] = vary_like(jnp.float32(0), buffers.blank(x))
     for segment in ticks.segments(program.table):
         if segment.forward:
             scanned = jax.tree.map(jnp.asarray, ticks.arrays(program.table, segment, False))
@@ -95,8 +95,13 @@ class Tick:
             "outer": outer_sums,
             "layers": layer_sums,
         }
+        if whole:  # what the forward that B runs again keeps, one microbatch's
+            again = lambda: stage.forward(  # noqa: E731
+                self.program.stack, self.layers, buffers.blank(x), batch, span, self.structure
+            )
+            carry["again"] = [buffers.buffer(k, 1) for k in buffers.typed(again)[1]]
         if self.program.one_at_a_time:
-            carry["brought"] = vary_like(jnp.uint32(0), carry["dx"])
+            carry["zero"] = vary_like(jnp.float32(0), carry["dx"])
         if ticks.loss_gradient_waits(table):
             carry["loss_grad"] = buffers.buffer(y, max(table.slots_kept))
         loss, _ = buffers.typed(lambda: self._stored_loss(buffers.blank(x), jnp.int32(0)))
@@ -219,7 +224,10 @@ class Tick:
         stack, known = self.program.stack, self.structure
         batch, span = self._batch(m), self.program.span(me, jnp.maximum(chunk, 0), m >= 0)
         if whole:
-            _, kept = stage.forward(stack, self.layers, x, batch, span, known)
+            _, carry["again"] = stage.forward(
+                stack, self.layers, x, batch, span, known, Ring(carry["again"], jnp.int32(0))
+            )
+            kept = Ring(carry["again"], jnp.int32(0))
         dx, carry["layers"] = stage.backward(
             stack, self.layers, kept, dy, batch, carry["layers"], span, known
         )
@@ -251,15 +259,13 @@ class Tick:
 
         XLA:CPU starts collectives in order and does not wait for one before it starts the next,
         and knows two permutations at once not apart. Where the program asks for it, x therefore
-        depends on what the permutation before brought: no word of 32 bits has more than 64 ones.
+        depends on what the permutation before brought.
         """
         if not self.program.one_at_a_time:
             with _jax_compat.xla_metadata(_xla_gpu_collective_stream="p2p"):
                 return lax.ppermute(x, AXIS, pairs)
-        never = lax.population_count(carry["brought"]) > 64
-        arrived = lax.ppermute(jnp.where(never, 0, x), AXIS, pairs)
-        word = arrived.ravel()[0].astype(jnp.float32)
-        carry["brought"] = lax.bitcast_convert_type(word, jnp.uint32)
+        arrived = lax.ppermute(jnp.where(carry["zero"] > 0, 0, x), AXIS, pairs)
+        carry["zero"] = zero_after(arrived)
         return arrived
 
     def _batch(self, m, share: bool = False) -> dict:

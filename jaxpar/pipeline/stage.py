@@ -13,12 +13,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxpar.nn.linear import PRODUCT
 from jaxpar.nn.parallel import vary_like
 from jaxpar.pipeline import buffers
 from jaxpar.pipeline.branch import run_where
 
 POLICIES = {
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "dots": jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        jax.checkpoint_policies.save_only_these_names(PRODUCT),
+    ),
     "block": jax.checkpoint_policies.nothing_saveable,
     "offload": jax.checkpoint_policies.nothing_saveable,
 }
@@ -168,20 +172,16 @@ def block_forward(stack: Stack, weights: list, x, shared: dict, structure: Struc
     """One block. Returns (y, what its backward pass needs besides weights and `shared`)."""
     y, pullback = jax.vjp(_remat(stack, shared), weights, x)
     leaves, structure.tree = jax.tree.flatten(pullback)
-    shared = jax.tree.leaves(shared)
-    structure.sources = [_source(leaf, weights, shared) for leaf in leaves]
-    kept = [a for a, source in zip(leaves, structure.sources, strict=True) if source is None]
+    kept, shared = [], jax.tree.leaves(shared)
+    structure.sources = [_source(leaf, weights, shared, kept) for leaf in leaves]
     return y, [_offload(a) for a in kept] if stack.remat == "offload" else kept
 
 
 def block_backward(stack: Stack, weights: list, kept: list, dx, shared: dict, structure: Structure):
     """Back through one block. Returns (dx, gradients of the weights it used)."""
-    rest = iter([_bring_back(a) for a in kept] if stack.remat == "offload" else kept)
-    shared = jax.tree.leaves(shared)
-    leaves = [
-        next(rest) if s is None else (weights if s[0] == "weight" else shared)[s[1]]
-        for s in structure.sources
-    ]
+    kept = [_bring_back(a) for a in kept] if stack.remat == "offload" else kept
+    arrays = {"weight": weights, "shared": jax.tree.leaves(shared), "kept": kept}
+    leaves = [arrays[kind][i] for kind, i in structure.sources]
     gradients, dx = jax.tree.unflatten(structure.tree, leaves)(dx)
     return dx, gradients
 
@@ -223,12 +223,14 @@ def layer_at(layers: list, place) -> list:
     return [lax.dynamic_index_in_dim(a, place, keepdims=False) for a in layers]
 
 
-def _source(leaf, weights, shared):
-    for kind, arrays in (("weight", weights), ("shared", shared)):
+def _source(leaf, weights: list, shared: list, kept: list) -> tuple[str, int]:
+    """Which array a residual is; one that is no other's yet joins `kept`."""
+    for kind, arrays in (("weight", weights), ("shared", shared), ("kept", kept)):
         for i, array in enumerate(arrays):
             if leaf is array:
                 return kind, i
-    return None
+    kept.append(leaf)
+    return "kept", len(kept) - 1
 
 
 def add_at(sums: list, gradients: list, place) -> list:
