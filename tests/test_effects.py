@@ -163,14 +163,15 @@ def test_remat_block_runs_each_block_forward_once_more_but_for_its_last_product(
 
 
 def test_each_remat_keeps_what_it_names():
-    def grows_by(remat):
-        few, many = temp(MANY // 2, zero=3, remat=remat), temp(MANY, zero=3, remat=remat)
-        return (many - few) / (MANY // 2)
+    def grows_by(remat, from_layers=MANY // 2):
+        few, many = temp(from_layers, zero=3, remat=remat), temp(MANY, zero=3, remat=remat)
+        return (many - few) / (MANY - from_layers)
 
-    assert grows_by("block") == INPUT_BYTES
+    assert grows_by("block", from_layers=FEW) == INPUT_BYTES
     # the block's input; query, key, value and out; gate and up (nothing reads down's result)
     assert grows_by("dots") == SEQ_LEN * 4 * (D + 4 * D + 2 * F)
-    assert grows_by("none") > 2 * grows_by("dots")
+    # norms and gates keep their arguments alone, so what is left is less than as much again
+    assert grows_by("dots") < grows_by("none") < 2 * grows_by("dots")
 
 
 def test_offload_moves_the_kept_inputs_of_blocks_and_nothing_else_to_the_host():
