@@ -1,11 +1,16 @@
 """jaxpar: every kind of parallelism for training language models, in one jitted JAX program."""
 
-from jaxpar import data, dims, nn, pipeline
-from jaxpar.layout import Layout, layout_names, load_layout
-from jaxpar.mesh import emulate_devices, initialize, make_mesh
-from jaxpar.nn.params import decay_mask
-from jaxpar.plan import Plan, make_plan
-from jaxpar.zero import shard, whole_leaves, zero_shardings
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jaxpar import cluster, data, dims, nn, pipeline, testing
+    from jaxpar.checkpoint import Checkpoint
+    from jaxpar.layout import Layout, layout_names, load_layout
+    from jaxpar.mesh import emulate_devices, initialize, make_mesh
+    from jaxpar.nn.params import decay_mask
+    from jaxpar.plan import Plan, make_plan
+    from jaxpar.zero import shard, whole_leaves, zero_shardings
 
 __version__ = "0.1.0"
 
@@ -13,6 +18,7 @@ __all__ = [
     "Checkpoint",
     "Layout",
     "Plan",
+    "cluster",
     "data",
     "decay_mask",
     "dims",
@@ -25,15 +31,33 @@ __all__ = [
     "nn",
     "pipeline",
     "shard",
+    "testing",
     "whole_leaves",
     "zero_shardings",
 ]
 
+_MODULES = ("cluster", "data", "dims", "nn", "pipeline", "testing")
+_HOMES = {
+    "checkpoint": ("Checkpoint",),
+    "layout": ("Layout", "layout_names", "load_layout"),
+    "mesh": ("emulate_devices", "initialize", "make_mesh"),
+    "nn.params": ("decay_mask",),
+    "plan": ("Plan", "make_plan"),
+    "zero": ("shard", "whole_leaves", "zero_shardings"),
+}
+
 
 def __getattr__(name):
-    """Checkpoints bring orbax with them, so it is loaded at first use."""
-    if name == "Checkpoint":
-        from jaxpar.checkpoint import Checkpoint
-
-        return Checkpoint
+    """Each name is loaded at first use, so that a command starts with no more than it needs."""
+    if name in _MODULES:
+        return importlib.import_module(f"jaxpar.{name}")
+    for module, names in _HOMES.items():
+        if name in names:
+            value = getattr(importlib.import_module(f"jaxpar.{module}"), name)
+            globals()[name] = value
+            return value
     raise AttributeError(f"module 'jaxpar' has no attribute {name!r}")
+
+
+def __dir__():
+    return sorted({*globals(), *__all__})

@@ -1,7 +1,7 @@
 """Devices and their order: pipe outermost, tensor innermost, tensor groups inside one host."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
@@ -52,10 +52,14 @@ def make_mesh(
     layout: Layout,
     devices: Sequence | None = None,
     across_hosts: Sequence[str] = (),
+    *,
+    devices_per_host: int | None = None,
 ) -> Mesh:
     """The mesh of a layout: all six axes, outermost first, on `devices` (default: all).
 
-    Devices are ordered by host, then by number, so the order is the same on every process.
+    Devices are ordered by host, then by number, so the order is the same on every process. Each
+    device knows its host, except those that are only described or emulated: for them
+    `devices_per_host` says how many in a row share one.
     A tensor group that spans hosts is refused unless "tensor" is in `across_hosts`; context and
     expert groups that do are warned of. Raises ValueError where sizes and devices do not fit.
     """
@@ -73,10 +77,11 @@ def make_mesh(
             f"found {len(devices)} ({platform}); {hint}"
         )
     layout = layout.fill(len(devices))
-    devices.sort(key=lambda d: (_host(d), d.id))
+    host = _host if devices_per_host is None else lambda d: d.id // devices_per_host
+    devices.sort(key=lambda d: (host(d), d.id))
     grid = np.array(devices, dtype=object).reshape([layout.axis_sizes[a] for a in AXES])
     for axis in ("tensor", "context", "expert"):
-        _check_hosts(grid, axis, axis in across_hosts)
+        _check_hosts(grid, host, axis, axis in across_hosts)
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
@@ -86,8 +91,8 @@ def _host(device) -> int:
     return device.process_index if slice_index is None else slice_index
 
 
-def _check_hosts(grid: np.ndarray, axis: str, asked: bool):
-    hosts = np.vectorize(_host, otypes=[int])(grid)
+def _check_hosts(grid: np.ndarray, host: Callable, axis: str, asked: bool):
+    hosts = np.vectorize(host, otypes=[int])(grid)
     groups = np.moveaxis(hosts, AXES.index(axis), -1).reshape(-1, grid.shape[AXES.index(axis)])
     if (groups == groups[:, :1]).all() or asked:
         return

@@ -20,6 +20,7 @@ from jaxpar.checks import check_distinct, warn_of_low_precision
 from jaxpar.functions import Functions, methods
 from jaxpar.layout import BATCH_AXES, Layout
 from jaxpar.mesh import make_mesh
+from jaxpar.nn.attention import choose_kernel
 from jaxpar.parts import Parts, num_layers, take_apart
 from jaxpar.placement import Placement, pipeline_table, place_layers
 from jaxpar.region import Region, batch_spec
@@ -30,8 +31,9 @@ from jaxpar.splits import Split, split_state
 class Plan:
     """Where a model's state lives under a layout, and the functions that train it.
 
-    `shardings` has the structure of the state that `init` returns. `print(plan)` shows every
-    array's split and bytes per device, and what each axis sends in a step.
+    `shardings` has the structure of the state that `init` returns. `attention_kernel` is that of
+    `nn.parallel.Settings`. `print(plan)` shows every array's split and bytes per device, and what
+    each axis sends in a step.
     """
 
     layout: Layout
@@ -41,6 +43,7 @@ class Plan:
     splits: tuple[Split, ...]
     placement: Placement
     _init: Callable = dataclasses.field(repr=False)
+    attention_kernel: str = "xla"
 
     def init(self, key: jax.Array):
         """Makes the state, each device its own pieces; equal numbers under every layout."""
@@ -128,7 +131,7 @@ class Plan:
         or gradient norm is not finite leaves the state as it was, on every device.
         """
 
-        warn_of_low_precision(_find_model(self.state))
+        warn_of_low_precision(find_model(self.state))
 
         @functools.partial(jax.jit, donate_argnums=0, out_shardings=(self.shardings, None))
         def step(state, batch, key=None):
@@ -166,9 +169,8 @@ class Plan:
         return value, count, tree.unflatten(gradients)
 
     def _region(self, functions: Functions, parts: Parts) -> Region:
-        on_gpu = self.mesh.devices.flat[0].platform in ("gpu", "cuda")
-        kernel = "cudnn" if on_gpu and self.layout.precision == "bf16" else "xla"
-        return Region(self.layout, self.mesh, parts, functions, self.placement, kernel)
+        where = (self.layout, self.mesh, parts, functions, self.placement)
+        return Region(*where, self.attention_kernel)
 
     def __str__(self) -> str:
         from jaxpar.report import plan_text
@@ -181,25 +183,31 @@ def _own_loss(model, x, batch):
 
 
 def make_plan(
-    layout: Layout, init: Callable, *, devices: Sequence | None = None, mesh: Mesh | None = None
+    layout: Layout,
+    init: Callable,
+    *,
+    devices: Sequence | None = None,
+    mesh: Mesh | None = None,
+    attention_kernel: str | None = None,
 ) -> Plan:
     """Plans the state that `init(key)` returns: any pytree that holds one model.
 
-    Raises ValueError where the layout does not fit the devices or the model, before anything
-    compiles.
+    `attention_kernel`: xla, cudnn or blockwise; None: cuDNN's for bf16 on GPUs, else XLA's. Raises
+    ValueError where the layout does not fit the devices or the model, before anything compiles.
     """
     mesh = make_mesh(layout, devices) if mesh is None else mesh
     layout = layout.fill(mesh.size)
     check_supported(layout)
+    kernel = choose_kernel(attention_kernel, mesh.devices.flat[0].platform, layout.precision)
     state = jax.eval_shape(_checked(init), jax.random.key(0))
-    placement = place_layers(layout, num_layers(_find_model(state)))
+    placement = place_layers(layout, num_layers(find_model(state)))
     stored = jax.eval_shape(placement.store, state)
-    parts = take_apart(_find_model(stored), layout)
+    parts = take_apart(find_model(stored), layout)
     splits = split_state(stored, parts.splits, layout)
     tree = jax.tree.structure(state)
     shardings = tree.unflatten([NamedSharding(mesh, s.spec) for s in splits])
     pipeline_table(layout)
-    return Plan(layout, mesh, state, shardings, tuple(splits), placement, init)
+    return Plan(layout, mesh, state, shardings, tuple(splits), placement, init, kernel)
 
 
 def _checked(init: Callable) -> Callable:
@@ -207,7 +215,7 @@ def _checked(init: Callable) -> Callable:
 
     def traced(key):
         state = init(key)
-        check_distinct(_find_model(state))
+        check_distinct(find_model(state))
         return state
 
     return traced
@@ -227,7 +235,7 @@ def check_supported(layout: Layout) -> None:
         raise ValueError(f"chunks={layout.chunks} needs pipe > 1; use chunks=1")
 
 
-def _find_model(state):
+def find_model(state):
     """The module of `state` nearest to the top that has layers; optimizers hold copies like it."""
     is_module = lambda v: isinstance(v, nnx.Module) and hasattr(v, "layers")  # noqa: E731
     flat, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_module)

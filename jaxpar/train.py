@@ -17,6 +17,7 @@ import numpy as np
 
 from jaxpar import chips, costs, data
 from jaxpar.checkpoint import Checkpoint
+from jaxpar.cluster.options import gpu_options
 from jaxpar.layout import Layout
 from jaxpar.metrics import MetricsLog, read_metrics, tensorboard_sink, wandb_sink
 from jaxpar.train_config import TrainConfig
@@ -57,7 +58,11 @@ def train(config: TrainConfig, progress: Progress = lambda record: None) -> Resu
     setup = prepare(config)
     plan = setup.plan
     progress({"note": f"compiling for {plan.mesh.size} devices"})
-    step, compile_s = compile_step(setup)
+    options = xla_options(setup)
+    if options:
+        words = ", ".join(f"{name}={value}" for name, value in options.items())
+        progress({"note": f"XLA options {config.xla_options!r}: {words}"})
+    step, compile_s = compile_step(setup, options)
     folder = Path(config.resume) if config.resume else make_folder(config)
     every = config.checkpoint_every or config.steps
     with Checkpoint(folder / "checkpoint", plan, every=every) as checkpoint:
@@ -68,7 +73,16 @@ def train(config: TrainConfig, progress: Progress = lambda record: None) -> Resu
     return _result(setup, folder, step, compile_s)
 
 
-def compile_step(setup: Setup):
+def xla_options(setup: Setup) -> dict:
+    """The preset of XLA options that the run asks for, on GPUs; none on CPUs.
+
+    The one of `jaxpar compile`, so that it tells what this run does.
+    """
+    on_gpus = setup.plan.mesh.devices.flat[0].platform in ("gpu", "cuda")
+    return gpu_options(setup.config.xla_options) if on_gpus else {}
+
+
+def compile_step(setup: Setup, options: dict):
     """(the train step, compiled for the run's one batch shape; seconds it took).
 
     A compiled function takes what it was compiled for and nothing else, so no step can compile
@@ -85,7 +99,7 @@ def compile_step(setup: Setup):
     )
     batch = next(_batches(setup, 0, 1))
     before = time.perf_counter()
-    compiled = step.lower(state, batch).compile()
+    compiled = step.lower(state, batch).compile(compiler_options=options)
     return compiled, time.perf_counter() - before
 
 

@@ -53,6 +53,8 @@ class TrainConfig:
     devices: int = 0
     """Emulate this many CPU devices. 0: use the GPUs there are, or as many CPU devices as the
     layout needs."""
+    xla_options: Literal["overlap", "none"] = "overlap"
+    """On GPUs, the preset of XLA options (jaxpar.cluster.options) to compile the step with."""
     data: str = "builtin"
     """builtin, or a file or folder of text, .jsonl, .npy or .bin."""
     tokenizer: str = "bytes"

@@ -13,10 +13,11 @@ ROOT = Path(__file__).parent.parent
 LEVELS = [
     "layout chips pipeline.schedules pipeline.slots",
     "_jax_compat mesh dims zero",
-    "nn loss pipeline parts splits placement functions region costs costs_pipeline costs_reads",
+    "nn loss pipeline parts splits placement functions region costs costs_pipeline costs_reads "
+    "costs_memory",
     "plan report checks own pipeline.__init__",
     "checkpoint data metrics interop families",
-    "cluster planner launch",
+    "cluster testing planner launch",
     "__init__ __version__ __main__ train train_config train_setup generate cli",
 ]
 """A module may import from its own line and from those above. A package stands for its modules."""

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 COMMANDS = {
     "train": "train a language model, on this machine's GPUs or on emulated devices",
+    "compile": "compile for a cluster without having one: memory, what is sent, what overlaps",
     "schedule": "draw a pipeline schedule and say what it costs",
 }
 """Sub-command -> what it does; its code is `jaxpar.cli.NAME.main`."""

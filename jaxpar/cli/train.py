@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 
 from jaxpar.cli.flags import parse_flags
+from jaxpar.cli.quiet import without_plugin_lines
 from jaxpar.train_config import TrainConfig
 
 LINES = 10
@@ -18,10 +19,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = parse(sys.argv[2:] if argv is None else argv)
     except SystemExit:  # --help
         return 0
-    from jaxpar.train import train
+    with without_plugin_lines():
+        from jaxpar.train import train
 
-    with Screen(config) as screen:
-        result = train(config, screen.show)
+        with Screen(config) as screen:
+            result = train(config, screen.show)
     print_result(result)
     return 0
 

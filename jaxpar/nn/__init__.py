@@ -1,6 +1,7 @@
 """Parallel layers: flax NNX modules that use a mesh axis only where it exists."""
 
 from jaxpar.nn.attention import Attention, dense_attention, document_mask
+from jaxpar.nn.blockwise_attention import blockwise_attention
 from jaxpar.nn.dropout import dropout
 from jaxpar.nn.embedding import Embedding
 from jaxpar.nn.linear import ColumnLinear, RowLinear
@@ -21,6 +22,7 @@ __all__ = [
     "RowLinear",
     "Settings",
     "SwiGLU",
+    "blockwise_attention",
     "decay_mask",
     "dense_attention",
     "document_mask",

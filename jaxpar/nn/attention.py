@@ -5,9 +5,31 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float
 
 from jaxpar.nn import rotary
+from jaxpar.nn.blockwise_attention import blockwise_attention
 from jaxpar.nn.linear import ColumnLinear, RowLinear
 from jaxpar.nn.norms import RMSNorm
 from jaxpar.nn.parallel import settings
+
+ATTENTION_KERNELS = ("xla", "cudnn", "blockwise")
+"""XLA's own, which stores the matrix of scores; cuDNN's flash attention (GPUs, 16-bit types);
+loops over blocks, which store no scores and run anywhere."""
+
+
+def choose_kernel(name: str | None, platform: str, precision: str) -> str:
+    """`name`, one of ATTENTION_KERNELS; where None, cuDNN's for bf16 on GPUs, else XLA's.
+
+    Raises ValueError for an unknown name.
+
+    >>> choose_kernel(None, "gpu", "bf16"), choose_kernel(None, "cpu", "bf16")
+    ('cudnn', 'xla')
+    """
+    if name is None:
+        return "cudnn" if platform in ("gpu", "cuda") and precision == "bf16" else "xla"
+    if name not in ATTENTION_KERNELS:
+        raise ValueError(
+            f"attention_kernel={name!r} is not a choice; known: {', '.join(ATTENTION_KERNELS)}"
+        )
+    return name
 
 
 def document_mask(batch: dict) -> Bool[Array, "B 1 T T"] | None:
@@ -29,17 +51,13 @@ def dense_attention(
 ) -> Float[Array, "B T N H"]:
     """Causal attention inside each document, on whole sequences; no communication.
 
-    Uses `batch["mask"]` (see `document_mask`) where it is there. XLA's kernel, or cuDNN's flash
-    attention where the settings say so.
+    Uses `batch["mask"]` (see `document_mask`) where it is there, and the kernel that the settings
+    say, one of ATTENTION_KERNELS.
     """
-    return jax.nn.dot_product_attention(
-        q,
-        k,
-        v,
-        mask=batch.get("mask"),
-        is_causal=True,
-        implementation=settings(batch).attention_kernel,
-    )
+    mask, kernel = batch.get("mask"), settings(batch).attention_kernel
+    if kernel == "blockwise":
+        return blockwise_attention(q, k, v, mask, is_causal=True)
+    return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation=kernel)
 
 
 class Attention(nnx.Module):

@@ -20,7 +20,7 @@ class Settings:
     """What the layout decides about the inside of layers; travels in a batch as `settings`.
 
     `sequence_parallel`: activations between blocks are split along the sequence over `tensor`.
-    `vocab_axes`: axes the vocabulary is split over. `attention_kernel`: xla or cudnn.
+    `vocab_axes`: axes the vocabulary is split over. `attention_kernel`: xla, cudnn or blockwise.
     """
 
     sequence_parallel: bool = False
