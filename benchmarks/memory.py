@@ -4,8 +4,8 @@
 
 compiles each layout of mesh_configs/ that is made for a cluster, for the model and the batch of its
 header, and prints GiB per device and how far the formula (`jaxpar.costs_memory`) is from XLA's
-peak. It needs no GPU, and no number in it depends on the machine. --cpu: also for emulated devices, where
-there are at most 8.
+peak. It needs no GPU, and no number in it depends on the machine but the seconds. --cpu: also for
+emulated devices, where there are at most 8.
 """
 
 import argparse
@@ -49,7 +49,8 @@ def compile_layout(config: CompileConfig, on_cpu: bool = False):
         model = module.Model(model_config, rngs=nnx.Rngs(key))
         return model, tx.init(model)
 
-    plan = jp.make_plan(layout, init, mesh=target.mesh(layout))
+    kernel = "blockwise" if on_cpu else None  # XLA's own would store the scores
+    plan = jp.make_plan(layout, init, mesh=target.mesh(layout), attention_kernel=kernel)
     shape = (config.global_batch, config.seq_len)
     formula = step_memory(plan, stored_model(plan.state[0], layout), *shape)
     if on_cpu:

@@ -28,9 +28,3 @@ def xla_metadata(**attributes: str):
     from jax.experimental.xla_metadata import set_xla_metadata
 
     return set_xla_metadata(**attributes)
-
-
-def tag(x, **attributes: str):
-    from jax.experimental.xla_metadata import set_xla_metadata
-
-    return set_xla_metadata(x, **attributes)

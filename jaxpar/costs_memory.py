@@ -1,8 +1,8 @@
 """Bytes that a step needs on one device, as formulas: state, weights, gradients, what is kept.
 
-The one idea: the largest moment of a step is the backward pass of a block (or, where the vocabulary
-is large and the stack small, the head), so what lives then is summed up. Nothing is measured; what
-XLA counts for the compiled step is a few percent away (`benchmarks/memory.py`).
+The one idea: the largest moment of a step is the backward pass of a block, so what lives then is
+summed up; not so for a small stack under a large vocabulary, where it is the head. Nothing is
+measured; what XLA counts for the compiled step is a few percent away (`benchmarks/memory.py`).
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ class StepMemory:
     `state`: parameters and optimizer state as they are stored. `batch`: its tokens, targets and
     weights. `weights`: parameters as layers use them, in the compute type. `gradients`: their fp32
     sums. `kept`: what the forward pass keeps for the backward. `buffers`: what stages exchange.
-    `working`: the block, or the head, that is computed at that moment.
+    `working`: the block whose backward pass runs at that moment.
     """
 
     state: int
@@ -50,13 +50,18 @@ def step_memory(plan, model, global_batch: int, seq_len: int) -> StepMemory:
 
     `model` is the plan's model, of arrays or shapes, in storage order (see `stored_model`). For
     decoders with a config (`jaxpar.models.config.DecoderConfig`) and a gated feed-forward part.
-    Raises ValueError for a remat policy that these formulas do not know.
+    Raises ValueError for a remat policy or an attention kernel that these formulas do not know.
     """
     layout = plan.layout
     if layout.remat not in REMATS:
         raise ValueError(
             f"remat={layout.remat!r} keeps what XLA's fusions leave, for which there is no formula "
             f"here; use one of {', '.join(REMATS)}"
+        )
+    if plan.attention_kernel == "xla":
+        raise ValueError(
+            "attention_kernel='xla' stores the matrix of scores, for which there is no formula "
+            "here; plan with cudnn (GPUs, bf16) or blockwise"
         )
     sizes = _Sizes.of(model, layout, global_batch, seq_len)
     parts = take_apart(model, layout)

@@ -84,7 +84,9 @@ def branch_share(layout: Layout, model) -> Callable:
         shares[phase] = layers if layout.idle == "compute" else layers * shares[phase]
 
     def share(conditional, _) -> Fraction:
-        own = re.search(r"/(embed_back|embed|head|F|B)/((?!cond).)*/?cond$", conditional.op_name)
+        own = re.search(
+            r"/(embed_back|embed|head|F|B)/(?:(?!cond(?:/|$))[^/]+/)*cond$", conditional.op_name
+        )
         return Fraction(1) if own is None else shares[own[1]]  # else the model's own branch
 
     return share

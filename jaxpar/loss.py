@@ -90,9 +90,7 @@ def _backward(vocab_size, axes, saved, gradient):
     x, table, targets, lse = saved
 
     def one(carry, chunk):
-        d_table, xs = (
-            carry  # a chunk's gradient takes the place of its x, so one buffer serves both
-        )
+        d_table, xs = carry  # a chunk's gradient takes the place of its x in xs
         i, tc, lc, gc = chunk
         xc = lax.dynamic_index_in_dim(xs, i, keepdims=False)
         logits, column = _logits(xc, table, tc, vocab_size, axes)

@@ -77,6 +77,8 @@ def make_mesh(
             f"found {len(devices)} ({platform}); {hint}"
         )
     layout = layout.fill(len(devices))
+    if devices_per_host is not None and devices_per_host < 1:
+        raise ValueError(f"devices_per_host={devices_per_host} is too small; use 1 or more")
     host = _host if devices_per_host is None else lambda d: d.id // devices_per_host
     devices.sort(key=lambda d: (host(d), d.id))
     grid = np.array(devices, dtype=object).reshape([layout.axis_sizes[a] for a in AXES])

@@ -17,7 +17,7 @@ from jaxpar.functions import Functions, checked_loss
 from jaxpar.layout import BATCH_AXES, Layout
 from jaxpar.nn.parallel import Settings, axis_index, total, vary, vary_like
 from jaxpar.parts import Parts
-from jaxpar.pipeline import ahead, executor, stage
+from jaxpar.pipeline import ahead, evaluation, executor, stage
 from jaxpar.placement import Placement, pipeline_table
 from jaxpar.splits import fetch, give_back, used_shape
 
@@ -137,7 +137,9 @@ class Region:
         outer, layers = self._once(stored)
         microbatches = self._microbatches(batch)
         if self.layout.pipe > 1:
-            sums = executor.evaluate(self._program(None, train=False), outer, layers, microbatches)
+            sums = evaluation.evaluate(
+                self._program(None, train=False), outer, layers, microbatches
+            )
             return tuple(total(s) for s in sums)
 
         def body(_, rows):

@@ -76,7 +76,7 @@ def train(config: TrainConfig, progress: Progress = lambda record: None) -> Resu
 def xla_options(setup: Setup) -> dict:
     """The preset of XLA options that the run asks for, on GPUs; none on CPUs.
 
-    The one of `jaxpar compile`, so that it tells what this run does.
+    They are those that `jaxpar compile` compiles with.
     """
     on_gpus = setup.plan.mesh.devices.flat[0].platform in ("gpu", "cuda")
     return gpu_options(setup.config.xla_options) if on_gpus else {}

@@ -12,9 +12,10 @@ from flax import nnx
 
 import jaxpar as jp
 from jaxpar import costs
-from jaxpar.cluster import stand_in
+from jaxpar.cluster import hlo, stand_in
 from jaxpar.cluster.compiler import compile
 from jaxpar.cluster.target import Target
+from jaxpar.costs_pipeline import branch_share
 from jaxpar.loss import CHUNK
 from jaxpar.models import llama
 
@@ -222,3 +223,21 @@ def test_the_sizes_of_a_mesh_are_in_the_report():
     assert "pipe=2 data=2 tensor=2" in report.title and "16 rows of 512 tokens" in report.title
     assert report.compile_seconds > 0 and report.trace_seconds > 0
     assert "HloModule" in report.text
+
+
+@pytest.mark.parametrize("name", ["data", "zero3", "pipe"])
+def test_emulated_devices_send_what_gpus_send_but_for_types_that_xla_widened(name):
+    model, layout = make_plan(name).state[0], jp.Layout(**LAYOUTS[name])
+    share = branch_share(layout, model) if layout.pipe > 1 else 1.0
+
+    def asked(target):
+        sums = Counter()
+        report = step(name, target)
+        for c in hlo.collectives(report.text, report.mesh_axes, branch_share=share):
+            sums[c.op, c.axes] += c.count * c.asked_bytes
+        return {key: float(size) for key, size in sums.items()}
+
+    gpu, cpu = asked(H100X8), asked(CPUX8)
+    for key in {*gpu, *cpu}:  # XLA joins numbers of norms and losses differently
+        assert abs(gpu.get(key, 0) - cpu.get(key, 0)) < 256, key
+    assert max(gpu.values()) > 2**20

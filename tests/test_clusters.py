@@ -66,7 +66,7 @@ def test_a_header_says_goal_command_and_what_was_compiled(name):
     goal, run, _ = re.search(r"# Goal: (.*)\n# Run:  (jaxpar train .*)\\\n# +(.*)\n", text).groups()
     config = command(name)
     assert config.layout == name and config.model in goal and config.model in run
-    assert re.search(r"# Compiled: peak [\d.]+ of [\d.]+ GiB, [\d,]+ TFLOP a step", text)
+    assert re.search(r"# +JAX 0.10: peak [\d.]+ of [\d.]+ GiB, [\d,]+ TFLOP a step", text)
     layout, target = find_target(config)
     assert target.num_devices == layout.num_devices and target.gpu.startswith(name[:4])
 
@@ -77,7 +77,7 @@ def test_memory_is_within_5_percent_of_what_xla_counts_and_as_the_header_says(na
     assert report.fits
     assert formula.total == pytest.approx(report.memory.peak, rel=0.05)
     text = files("jaxpar.mesh_configs").joinpath(f"{name}.toml").read_text()
-    peak = float(re.search(r"# Compiled: peak ([\d.]+)", text)[1])
+    peak = float(re.search(r"# +JAX 0.10: peak ([\d.]+)", text)[1])
     assert peak == pytest.approx(report.memory.peak / 2**30, rel=0.03)  # of either JAX version
 
 

@@ -125,6 +125,8 @@ def prepare(config: CompileConfig) -> Job:
         )
     if config.hlo and not Path(config.hlo).absolute().parent.is_dir():
         raise ValueError(f"hlo {config.hlo} is in a folder that does not exist; make it first")
+    if config.hlo and Path(config.hlo).is_dir():
+        raise ValueError(f"hlo {config.hlo} is a folder; give the name of a file in it")
     _leave_gpus_alone()
     settings = TrainConfig()
     tx, _ = settings.optimizer()

@@ -79,7 +79,7 @@ def compile_subject(
     traced = time.perf_counter() - began
     with tempfile.TemporaryDirectory() as folder, _no_cache_writes():
         began = time.perf_counter()
-        compiled = lowered.compile({**_options(target, options), **live.dump_options(folder)})
+        compiled = _compile(lowered, {**_options(target, options), **live.dump_options(folder)})
         seconds = time.perf_counter() - began
         values = live.live_values(folder)
     text = compiled.as_text()
@@ -128,7 +128,7 @@ def _lower(made: Subject):
     try:
         return made.function.lower(*made.args)
     except (ValueError, NotImplementedError, RuntimeError) as error:
-        text = str(error)
+        text = str(error) or "not implemented"
         if "incompatible devices" in text:
             raise ValueError(
                 "the function uses a mesh of its own (in a shard_map, a sharding constraint or its "
@@ -153,6 +153,19 @@ def _no_cache_writes() -> Iterator[None]:
         yield
     finally:
         jax.config.update(name, before)
+
+
+def _compile(lowered, options: dict):
+    try:
+        return lowered.compile(options)
+    except RuntimeError as error:
+        text = str(error)
+        if "compile option" not in text:
+            raise
+        raise ValueError(
+            f"XLA does not take these options: {text.splitlines()[0]}; use a preset of "
+            "jaxpar.cluster.options, or options that this version of XLA has"
+        ) from error
 
 
 def _pipelined(made: Subject) -> bool:

@@ -4,6 +4,7 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Bool, Float
 
+from jaxpar.layout import nearest
 from jaxpar.nn import rotary
 from jaxpar.nn.blockwise_attention import blockwise_attention
 from jaxpar.nn.linear import ColumnLinear, RowLinear
@@ -18,7 +19,7 @@ loops over blocks, which store no scores and run anywhere."""
 def choose_kernel(name: str | None, platform: str, precision: str) -> str:
     """`name`, one of ATTENTION_KERNELS; where None, cuDNN's for bf16 on GPUs, else XLA's.
 
-    Raises ValueError for an unknown name.
+    Raises ValueError for an unknown name, and for cuDNN's where it cannot run.
 
     >>> choose_kernel(None, "gpu", "bf16"), choose_kernel(None, "cpu", "bf16")
     ('cudnn', 'xla')
@@ -27,7 +28,12 @@ def choose_kernel(name: str | None, platform: str, precision: str) -> str:
         return "cudnn" if platform in ("gpu", "cuda") and precision == "bf16" else "xla"
     if name not in ATTENTION_KERNELS:
         raise ValueError(
-            f"attention_kernel={name!r} is not a choice; known: {', '.join(ATTENTION_KERNELS)}"
+            f"attention_kernel={name!r} is not a choice; {nearest(name, ATTENTION_KERNELS)}"
+        )
+    if name == "cudnn" and (platform not in ("gpu", "cuda") or precision != "bf16"):
+        raise ValueError(
+            f"attention_kernel='cudnn' needs GPUs and precision='bf16', found {platform} and "
+            f"{precision}; use xla or blockwise"
         )
     return name
 

@@ -34,12 +34,20 @@ def blockwise_attention(
 
     N is a multiple of K: query head n reads key and value head n // (N / K). `mask` is True where
     a query may see a key; `is_causal` hides keys that come after the query as well. A query that
-    may see no key gets zeros. Scores and sums are fp32.
+    may see no key gets zeros. Scores and sums are fp32. Raises
+    ValueError for heads that do not divide and for blocks below 1.
 
     >>> x = jnp.ones((1, 4, 2, 8))
     >>> blockwise_attention(x, x, x, is_causal=True, block=2).shape
     (1, 4, 2, 8)
     """
+    if block < 1:
+        raise ValueError(f"block={block} is too small; use 1 or more")
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(
+            f"q has {q.shape[2]} heads, not a multiple of the {k.shape[2]} of k and v; give a "
+            f"multiple of {k.shape[2]}"
+        )
     for other in (k, v):
         q = vary_like(q, other)
     k, v = vary_like(k, q), vary_like(v, q)
@@ -116,7 +124,7 @@ def _backward(is_causal, block, saved, gradient):
 
     zeros = vary_like(jnp.zeros(ks.shape, jnp.float32), q)
     (dq, dk, dv), _ = lax.scan(row, (jnp.zeros_like(qs), zeros, zeros), jnp.arange(grid.num_rows))
-    dk, dv = (a[:, : k.shape[1]].astype(k.dtype) for a in (dk, dv))
+    dk, dv = dk[:, : k.shape[1]].astype(k.dtype), dv[:, : k.shape[1]].astype(v.dtype)
     return grid.whole(dq, q), dk, dv, None
 
 

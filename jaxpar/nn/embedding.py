@@ -6,7 +6,14 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxpar.nn.parallel import axis_index, settings, sum_partial, vary_like, zeros_after
+from jaxpar.nn.parallel import (
+    axis_index,
+    gradient_of,
+    settings,
+    sum_partial,
+    vary_like,
+    zeros_after,
+)
 from jaxpar.nn.params import normal, param
 
 
@@ -45,7 +52,7 @@ def _backward(saved, dx):
     table, rows = saved
     dx = jnp.where(rows[..., None] >= 0, dx, 0).astype(jnp.float32)
     d_table = vary_like(zeros_after(dx, table.shape, jnp.float32), table)
-    return d_table.at[jnp.maximum(rows, 0)].add(dx).astype(table.dtype), None
+    return gradient_of(table, d_table.at[jnp.maximum(rows, 0)].add(dx)), None
 
 
 look_up.defvjp(_forward, _backward)

@@ -9,7 +9,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from jaxpar.nn.parallel import sequence_first, sum_partial
+from jaxpar.nn.parallel import gradient_of, sequence_first, sum_partial
 from jaxpar.nn.params import normal, param
 
 PRODUCT = "product"
@@ -69,11 +69,14 @@ class RowLinear(nnx.Module):
         return y if self.bias is None else y + self.bias[...]
 
 
-def product(x: Float[Array, "b t ..."], w: Float[Array, "..."], contracted: int):
+def product(
+    x: Float[Array, "b t ..."], w: Float[Array, "..."], contracted: int
+) -> Float[Array, "b t ..."]:
     """x[b, t, *in] . w[*in, *out] -> y[b, t, *out], with `contracted` dims in `in`.
 
     Computed and differentiated in the order of `sequence_first`. Keeps x and w as they are, so
     several products of one x keep it once. Its result has the name PRODUCT for remat policies.
+    Reverse mode only: `jax.jvp` through it raises TypeError.
     """
     return checkpoint_name(_product(x, w, contracted), PRODUCT)
 
@@ -89,10 +92,11 @@ def _forward(x, w, contracted):
 
 def _backward(contracted, saved, dy):
     x, w = saved
-    x, dy = sequence_first(x), sequence_first(dy)
+    dy = sequence_first(dy)
     outputs = list(range(contracted, w.ndim))
     dx = jnp.tensordot(dy, w, axes=(list(range(2, dy.ndim)), outputs))
-    return sequence_first(dx), jnp.tensordot(x, dy, axes=((0, 1), (0, 1)))
+    dw = jnp.tensordot(sequence_first(x), dy, axes=((0, 1), (0, 1)))
+    return gradient_of(x, sequence_first(dx)), gradient_of(w, dw)
 
 
 _product.defvjp(_forward, _backward)

@@ -85,6 +85,13 @@ def zeros_after(x: jax.Array, shape: tuple[int, ...], dtype) -> jax.Array:
     return jnp.broadcast_to(zero_after(x).astype(dtype), shape)
 
 
+def gradient_of(primal: jax.Array, gradient: jax.Array) -> jax.Array:
+    """`gradient` as `primal` has it: in its type, and summed over the axes on which only the
+    gradient differs; what a backward rule of one's own must return."""
+    axes = tuple(sorted(_jax_compat.varying_axes(gradient) - _jax_compat.varying_axes(primal)))
+    return (lax.psum(gradient, axes) if axes else gradient).astype(primal.dtype)
+
+
 def total(x: jax.Array) -> jax.Array:
     """Sum of `x` over all axes on which devices hold different values."""
     axes = tuple(sorted(_jax_compat.varying_axes(x)))

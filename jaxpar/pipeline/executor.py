@@ -46,25 +46,6 @@ def run(
     return carry["loss"], carry["outer"], carry["layers"]
 
 
-def evaluate(program: Program, outer: list, layers: list, microbatches: dict):
-    """(sum, count) of the loss over all microbatches: the table's forward ticks, nothing kept."""
-    tick = Tick(program, outer, layers, microbatches, jnp.float32(1), Structure())
-    me = vary(jnp.int32(0), (AXIS,))
-    x = buffers.typed(lambda: program.embed(program.fetch_outer(outer, ()), tick._batch(me)))
-    totals = [
-        vary_like(jnp.zeros(a.shape), buffers.blank(a, axes=()))
-        for a in buffers.typed(lambda: tick._stored_loss(buffers.blank(x), jnp.int32(0)))
-    ]
-    carry = {"x": buffers.buffer(x, max(program.table.slots_input)), "kept": [], "totals": totals}
-    if program.one_at_a_time:
-        carry["zero"] = vary_like(jnp.float32(0), buffers.blank(x))
-    for segment in ticks.segments(program.table):
-        if segment.forward:
-            scanned = jax.tree.map(jnp.asarray, ticks.arrays(program.table, segment, False))
-            carry, _ = lax.scan(partial(tick.run_forward_only, segment), carry, scanned)
-    return carry["totals"]
-
-
 @dataclasses.dataclass(frozen=True)
 class Tick:
     """The body of the scans: what one tick does to the carry."""
@@ -257,9 +238,9 @@ class Tick:
     def _permute(self, x, pairs, carry: dict):
         """x from the stage that sends it to this one, zeros where none does.
 
-        XLA:CPU starts collectives in order and does not wait for one before it starts the next,
-        and knows two permutations at once not apart. Where the program asks for it, x therefore
-        depends on what the permutation before brought.
+        XLA:CPU does not wait for one collective before it starts the next, and cannot tell two
+        permutations apart that are under way at once. Where the program asks for it, x therefore
+        depends on what the permutation before brought. On GPUs they have a stream of their own.
         """
         if not self.program.one_at_a_time:
             with _jax_compat.xla_metadata(_xla_gpu_collective_stream="p2p"):
