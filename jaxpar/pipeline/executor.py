@@ -100,7 +100,7 @@ class Tick:
         if segment.forward:
             entering = self._embed(segment.embed, at["embed"], carry)
             y = self._run_forward(mine, entering, me, carry)
-            if returns:
+            if returns:  # hides them behind F; without it XLA issues them after the head
                 y, returns = lax.optimization_barrier((y, returns))
             for i, pairs in segment.sends:
                 arrivals.append((mine[f"arrives_{i}"], self._permute(y, pairs, carry)))
@@ -113,7 +113,7 @@ class Tick:
             elif not segment.forward:
                 from_loss = buffers.blank_like(carry["dx"])
             carry["dx"] = self._run_backward(mine, from_loss, me, carry)
-            if arrivals:
+            if arrivals:  # likewise behind B
                 carry["dx"], arrivals = lax.optimization_barrier((carry["dx"], arrivals))
             self._embed_back(segment.embed_back, at["embed_back"], carry)
         for slot, value in arrivals:
