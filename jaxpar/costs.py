@@ -18,7 +18,7 @@ from jaxpar.dims import RULES
 from jaxpar.layout import AXES, BATCH_AXES, Layout
 from jaxpar.loss import CHUNK
 from jaxpar.parts import take_apart
-from jaxpar.region import COMPUTE
+from jaxpar.region import COMPUTE, reduces_last
 from jaxpar.splits import Split, padded_size, stored_shape
 
 FP32 = 4
@@ -136,16 +136,17 @@ class Transfer:
 def parameter_traffic(model, layout: Layout) -> list[Transfer]:
     """What parameters and their gradients send in a step of m microbatches, parameter by parameter.
 
-    Parameters travel in the compute type, gradients in fp32. ZeRO 0: one all-reduce. ZeRO 1: one
-    all-gather, one reduce-scatter. ZeRO 2: one all-gather, m reduce-scatters. ZeRO 3: for every
-    use an all-gather (a block: forward and backward, with remat "stage" the second forward as
+    Parameters travel in the compute type, gradients in fp32. ZeRO 0: one all-reduce; on one stage
+    one for each block, as the last microbatch goes back through them (`region.reduces_last`). ZeRO
+    1: one all-gather, one reduce-scatter. ZeRO 2: one all-gather, m reduce-scatters. ZeRO 3: for
+    every use an all-gather (a block: forward and backward, with remat "stage" the second forward as
     well; on one stage one more of what only the forward reads, since the last block's weights come
     for both; embedding and head: once each) and m reduce-scatters (arXiv 1910.02054, section 7, per
     microbatch). What ZeRO leaves whole, and the shards along `pipe`, `replica` or `tensor` that
     hold copies, are all-reduced as often as gradients are reduced. A padded vocabulary travels by
-    all-to-all as well. With `pipe` a device sends for its own stage's layers, padding included,
-    and ZeRO 2 and 3 reduce a tied table once for each of its two uses. Where stages differ, the
-    busiest is counted. Raises ValueError for axes that these formulas do not know.
+    all-to-all as well. With `pipe` a device sends for its own stage's layers, padding included, and
+    ZeRO 2 and 3 reduce a tied table once for each of its two uses. Where stages differ, the busiest
+    is counted. Raises ValueError for axes these formulas do not know.
     """
     _check_axes(layout)
     model = stored_model(model, layout)
@@ -165,7 +166,7 @@ def _uses(
     """How often leaf i is brought and its gradient given back, in a step."""
     m = layout.microbatches
     if layout.zero < 2:
-        return 1, 1
+        return 1, (often.backward // m if inside and reduces_last(layout) else 1)
     if inside:
         again = known.backward[i] + (layout.remat == "stage")
         there, back = often.forward + often.backward * again, often.backward
@@ -184,7 +185,7 @@ def _parameter(split: Split, inside: bool, there: int, back: int, layout: Layout
         Transfer(split.path, op, axes, there, n * item, layout.size(axes))
         for op, axes, n in _moves(split, each_block, layout)
     ]
-    each_block = inside and layout.zero >= 2
+    each_block = inside and (layout.zero >= 2 or reduces_last(layout))
     opposite = {"all-gather": "reduce-scatter", "all-to-all": "all-to-all"}
     moves = [(opposite[op], axes, n) for op, axes, n in _moves(split, each_block, layout)]
     if split.vary_axes:

@@ -14,7 +14,7 @@ from jaxpar.costs import FP32, state_bytes
 from jaxpar.layout import BATCH_AXES, Layout
 from jaxpar.parts import take_apart
 from jaxpar.placement import pipeline_table
-from jaxpar.region import COMPUTE
+from jaxpar.region import COMPUTE, reduces_last
 from jaxpar.splits import Split, stored_shape, used_shape
 
 REMATS = ("block", "offload", "stage")
@@ -121,12 +121,16 @@ def _weights(outer: list[Split], layers: list[Split], layout: Layout) -> int:
 
 def _gradients(outer: list[Split], layers: list[Split], layout: Layout) -> int:
     """fp32 sums of all layers and, in a pipeline or with microbatches, of the tables; the head's
-    gradient of this microbatch, which waits for the embedding's."""
+    gradient of this microbatch, which waits for the embedding's. Where the last microbatch gives
+    sums back block by block, what it gave back; before there are sums if there is another."""
     stored = lambda splits: sum(math.prod(stored_shape(s, layout)) for s in splits)  # noqa: E731
     size = (lambda splits: _used(splits, layout)) if layout.zero < 2 else stored
     head = max(math.prod(used_shape(s, layout)) for s in outer)
     repeated = layout.pipe > 1 or layout.microbatches > 1
-    return FP32 * (size(layers) + head + (size(outer) if repeated else 0))
+    held = size(layers)
+    if reduces_last(layout):
+        held = stored(layers) + (held if repeated else 0)
+    return FP32 * (held + head + (size(outer) if repeated else 0))
 
 
 def _kept(layers: list[Split], sizes: _Sizes, layout: Layout) -> int:

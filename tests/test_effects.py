@@ -233,3 +233,17 @@ def test_the_step_benchmark_measures_what_the_compiled_step_has(monkeypatch, cap
     state = 3 * 4 * sum(leaf.size for leaf in jax.tree.leaves(model)) // 8 + 4
     assert row["argument_bytes"] == state + 3 * 4 * 8 * 16 // 8
     assert row["temp_bytes"] > 0 and row["hlo_lines"] > 1000 and row["compile_seconds"] > 0
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 4])
+def test_zero_0_reduces_block_by_block_once_a_step(microbatches):
+    run = compiled("llama", layout_of(zero=0, microbatches=microbatches))
+    layers, arrays = run.plan.state.config.num_layers, len(run.plan.splits)
+    outer = 3  # embedding, head, final norm
+    reduced = Counter()
+    for c in run.collectives:
+        reduced[c.op] += c.count * len(c.buffers)
+    # and two numbers: the loss and the count of tokens
+    assert reduced == {"all-reduce": outer + (arrays - outer) * layers + 2}
+    payload = sum(c.total_bytes for c in run.collectives)
+    assert payload == sum(4 * leaf.size for leaf in jax.tree.leaves(run.plan.state)) + 2 * 4

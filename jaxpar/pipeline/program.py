@@ -19,12 +19,14 @@ class Program:
     `embed(outer, batch) -> x`; `loss(outer, x, batch) -> (sum, count)`; `prepare(rows) -> batch`;
     `fetch_outer(stored, after)` and `give_back_outer(gradients)` move the outer weights; a gradient
     that is None stays so.
+    On one stage there is no table; `finish(one layer's sums)` reduces what is complete with the
+    last microbatch, and `fetch_ahead` says that weights come one block ahead of their use.
     `counts[stage, chunk]`: layers held there. `idle`: "skip" branches around what a stage has not
     to do, "compute" computes on what is there and drops it. `one_at_a_time`: permutations wait for
     one another, as emulated devices need it.
     """
 
-    table: Table
+    table: Table | None
     counts: np.ndarray
     stack: Stack
     prepare: Callable
@@ -32,6 +34,8 @@ class Program:
     loss: Callable
     fetch_outer: Callable
     give_back_outer: Callable
+    finish: Callable | None = None
+    fetch_ahead: bool = False
     idle: str = "skip"
     one_at_a_time: bool = False
 

@@ -136,11 +136,16 @@ def backward(
     kept: list | Ring,
     dx: jax.Array,
     batch: dict,
-    sums: list,
+    sums: list | None,
     span: Span,
     structure: Structure,
+    finish: Callable | None = None,
 ):
-    """Goes back through the blocks. Returns (dx, sums): sums with each layer's gradients added."""
+    """Goes back through the blocks. Returns (dx, sums): sums with each layer's gradients added.
+
+    With `finish` these are complete, and the result holds finish(one layer's sums) instead: it
+    may reduce them over devices, which is hidden behind the blocks that follow. `sums` None: zero.
+    """
 
     def block(dx, arrays, i):
         arrays = kept.read(i) if isinstance(kept, Ring) else arrays
@@ -149,9 +154,8 @@ def backward(
         dx, gradients = block_backward(stack, weights, arrays, dx, shared, structure)
         return dx, stack.give_back(gradients)
 
-    def body(carry, steps):
+    def body(carry, i):
         dx, sums = carry
-        i = span.size - 1 - steps
         arrays = None if isinstance(kept, Ring) else layer_at(kept, i)
         dx, gradients = run_where(
             span.runs(i),
@@ -162,10 +166,15 @@ def backward(
         counts = span.counts(i)
         if counts is not None:
             gradients = [jnp.where(counts, g, 0) for g in gradients]
-        return (dx, add_at(sums, gradients, span.first + i)), None
+        if finish is None:
+            return (dx, add_at(sums, gradients, span.first + i)), None
+        if sums is not None:
+            before = layer_at(sums, span.first + i)
+            gradients = [s + g for s, g in zip(before, gradients, strict=True)]
+        return (dx, sums), finish(gradients)
 
-    (dx, sums), _ = lax.scan(body, (dx, sums), _places(span))
-    return dx, sums
+    (dx, sums), finished = lax.scan(body, (dx, sums), _places(span), reverse=True)
+    return dx, sums if finish is None else finished
 
 
 def block_forward(stack: Stack, weights: list, x, shared: dict, structure: Structure):
