@@ -1,5 +1,6 @@
 """Real compiles for GPUs that are not here, and for emulated devices."""
 
+import dataclasses
 import functools
 import math
 from collections import Counter
@@ -25,6 +26,7 @@ ROWS, SEQ_LEN = 16, 512
 TX = optax.adamw(1e-3)
 LAYOUTS = {
     "data": dict(data=4, tensor=2),
+    "zero0": dict(data=8, zero=0, microbatches=2, remat="block"),
     "zero3": dict(data=4, tensor=2, zero=3, remat="block"),
     "pipe": dict(pipe=2, data=2, tensor=2, microbatches=4, remat="block"),
     "offload": dict(data=8, remat="offload"),
@@ -56,7 +58,7 @@ def asked(name, layout):
     return found
 
 
-@pytest.mark.parametrize("name", ["data", "zero3", "pipe"])
+@pytest.mark.parametrize("name", ["data", "zero0", "zero3", "pipe"])
 def test_what_a_step_sends_on_gpus_is_what_the_layout_asks_for_to_the_byte(name):
     report, layout = step(name), jp.Layout(**LAYOUTS[name])
     expected = asked(name, layout)
@@ -66,7 +68,7 @@ def test_what_a_step_sends_on_gpus_is_what_the_layout_asks_for_to_the_byte(name)
         more = total - expected.pop(key, 0)
         assert 0 <= more < 256, (key, more)
         scalars += more
-    assert not +expected and scalars > 0
+    assert not +expected and (scalars > 0) == (layout.zero > 0 or layout.tensor > 1)
 
 
 def test_a_plans_arguments_are_its_state_and_its_batch():
@@ -126,6 +128,14 @@ def test_a_good_layout_has_no_warning_and_a_useless_setting_has_one():
 def test_overlap_is_told_by_phase_of_the_pipeline():
     permutes = {o.phase for o in step("pipe").overlap if o.op == "collective-permute"}
     assert permutes == {"warm-up", "steady", "cool-down"}
+
+
+def test_zero_0_hides_the_reduction_of_all_but_the_last_part_of_each_block():
+    config = dataclasses.replace(llama.llama_1b(), num_layers=4)  # wide: XLA joins small ones
+    report = compile(make_plan("zero0", config), H100X8, (ROWS, SEQ_LEN), tx=TX)
+    inside = [o for o in report.overlap if o.op == "all-reduce" and o.count > 1]
+    hidden = sum(o.count * o.bytes for o in inside if not o.exposed)
+    assert hidden > 0.9 * sum(o.count * o.bytes for o in inside) > 0
 
 
 def test_without_an_optimizer_the_gradients_are_compiled():
