@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from jaxpar.checkpoint import Checkpoint
     from jaxpar.layout import Layout, layout_names, load_layout
     from jaxpar.mesh import emulate_devices, initialize, make_mesh
+    from jaxpar.nn.context_attention import attention
     from jaxpar.nn.params import decay_mask
     from jaxpar.plan import Plan, make_plan
     from jaxpar.zero import shard, whole_leaves, zero_shardings
@@ -18,6 +19,7 @@ __all__ = [
     "Checkpoint",
     "Layout",
     "Plan",
+    "attention",
     "cluster",
     "data",
     "decay_mask",
@@ -41,6 +43,7 @@ _HOMES = {
     "checkpoint": ("Checkpoint",),
     "layout": ("Layout", "layout_names", "load_layout"),
     "mesh": ("emulate_devices", "initialize", "make_mesh"),
+    "nn.context_attention": ("attention",),
     "nn.params": ("decay_mask",),
     "plan": ("Plan", "make_plan"),
     "zero": ("shard", "whole_leaves", "zero_shardings"),
