@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from jaxpar import cluster, data, dims, nn, pipeline, testing
+    from jaxpar.batch import pad_batch
     from jaxpar.checkpoint import Checkpoint
     from jaxpar.layout import Layout, layout_names, load_layout
     from jaxpar.mesh import emulate_devices, initialize, make_mesh
@@ -31,6 +32,7 @@ __all__ = [
     "make_mesh",
     "make_plan",
     "nn",
+    "pad_batch",
     "pipeline",
     "shard",
     "testing",
@@ -40,6 +42,7 @@ __all__ = [
 
 _MODULES = ("cluster", "data", "dims", "nn", "pipeline", "testing")
 _HOMES = {
+    "batch": ("pad_batch",),
     "checkpoint": ("Checkpoint",),
     "layout": ("Layout", "layout_names", "load_layout"),
     "mesh": ("emulate_devices", "initialize", "make_mesh"),

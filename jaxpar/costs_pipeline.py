@@ -36,7 +36,7 @@ def passes(model, layout: Layout) -> Passes:
     found = []
     for work in (table.f, table.b):
         runs = work.microbatch >= 0
-        if layout.idle == "compute":
+        if layout.computes_idle:
             runs = np.broadcast_to(runs.any(axis=1, keepdims=True), runs.shape)
         blocks = counts[stages, np.maximum(work.chunk, 0)]
         found.append(int((blocks * runs).sum(axis=0).max()))
@@ -81,7 +81,7 @@ def branch_share(layout: Layout, model) -> Callable:
     shares, size = _shares(table), int(counts.max())
     layers = Fraction(int(counts.sum(axis=1).max()), counts.shape[1] * size)
     for phase in "FB":  # these branches are around each layer of a stage
-        shares[phase] = layers if layout.idle == "compute" else layers * shares[phase]
+        shares[phase] = layers if layout.computes_idle else layers * shares[phase]
 
     def share(conditional, _) -> Fraction:
         own = re.search(

@@ -25,6 +25,7 @@ CHOICES = {
     "remat": ("none", "dots", "block", "stage", "offload"),
     "precision": ("bf16", "fp32"),
     "attention": ("ring", "ulysses", "allgather", "ring+ulysses"),
+    "context_order": ("zigzag", "contiguous", "document"),
     "idle": ("auto", "skip", "compute"),
     "zero": (0, 1, 2, 3),
 }
@@ -88,6 +89,8 @@ class Layout:
     precision: str = "bf16"
     sequence_parallel: bool = True
     attention: str = "ring"
+    context_order: str = "zigzag"
+    ulysses: int = 0
     expert_axes: tuple[str, ...] = ("expert",)
     idle: str = "auto"
 
@@ -116,6 +119,63 @@ class Layout:
         for axis in self.expert_axes:
             if axis not in AXES:
                 raise ValueError(f"expert_axes names an axis {axis!r}; {nearest(axis, AXES)}")
+        self._check_context()
+
+    def _check_context(self):
+        whole = isinstance(self.ulysses, int) and not isinstance(self.ulysses, bool)
+        if not whole or self.ulysses < 0:
+            raise ValueError(
+                f"ulysses={self.ulysses!r} is not a number of devices; use 2 or more, or 0 for as "
+                "many as the model's heads allow"
+            )
+        if self.context == -1:
+            return
+        if self.attention != "ring+ulysses" and self.ulysses > 1:
+            raise ValueError(
+                f"ulysses={self.ulysses} needs attention='ring+ulysses', and attention is "
+                f"{self.attention!r}; use that or leave ulysses out"
+            )
+        if self.attention == "ring+ulysses" and self.context > 1:
+            fits = [u for u in range(2, self.context) if self.context % u == 0]
+            if not fits or self.ulysses not in (0, *fits):
+                use = (
+                    f"use ulysses={' or '.join(map(str, fits))}" if fits else "use ring or ulysses"
+                )
+                raise ValueError(
+                    f"attention='ring+ulysses' splits context={self.context} into ring x ulysses, "
+                    f"both above 1, and ulysses={self.ulysses} does not; {use}"
+                )
+        if self.circulates and self.pipe > 1 and self.idle == "skip":
+            raise ValueError(
+                f"idle='skip' with pipe={self.pipe} and attention={self.attention!r}: a stage that "
+                "skips would leave out permutations over context that others wait for; use "
+                "idle='auto', or attention='allgather' or 'ulysses'"
+            )
+
+    @property
+    def circulates(self) -> bool:
+        """Whether keys and values circulate over `context` by permutations."""
+        return self.context > 1 and self.attention in ("ring", "ring+ulysses")
+
+    @property
+    def computes_idle(self) -> bool:
+        """Whether stages that have nothing to do compute all the same, and drop it.
+
+        Permutations must run on all devices alike, so with a ring they do.
+        """
+        return self.idle == "compute" or self.circulates and self.pipe > 1
+
+    @property
+    def sequence_multiple(self) -> int:
+        """What the sequence must be a multiple of, for every device to hold the same."""
+        parts = self.context * (self.tensor if self.sequence_parallel else 1)
+        ring = self.context
+        if self.attention == "ulysses":
+            ring = 1
+        elif self.attention == "ring+ulysses":
+            ring //= max(self.ulysses, 1)
+        zigzag = self.context > 1 and self.context_order == "zigzag"
+        return math.lcm(parts, 2 * ring if zigzag else 1)
 
     def _check_size(self, name: str):
         value = getattr(self, name)

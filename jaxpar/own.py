@@ -5,11 +5,11 @@ from collections.abc import Callable, Sequence
 import jax
 from jax.sharding import AxisType, Mesh
 
+from jaxpar.batch import check_rows
 from jaxpar.functions import Functions
 from jaxpar.layout import Layout, nearest
 from jaxpar.parts import num_layers, read_parts
 from jaxpar.placement import pipeline_table, place_layers
-from jaxpar.plan import check_rows
 from jaxpar.region import Region
 
 OWN_AXES = ("pipe", "replica", "data")

@@ -16,11 +16,13 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxpar.batch import check_batch
 from jaxpar.checks import check_distinct, warn_of_low_precision
 from jaxpar.functions import Functions, methods
-from jaxpar.layout import BATCH_AXES, Layout
+from jaxpar.layout import Layout
 from jaxpar.mesh import make_mesh
 from jaxpar.nn.attention import choose_kernel
+from jaxpar.nn.context_attention import check_exchange
 from jaxpar.parts import Parts, num_layers, take_apart
 from jaxpar.placement import Placement, pipeline_table, place_layers
 from jaxpar.region import Region, batch_spec
@@ -198,8 +200,10 @@ def make_plan(
     mesh = make_mesh(layout, devices) if mesh is None else mesh
     layout = layout.fill(mesh.size)
     check_supported(layout)
-    kernel = choose_kernel(attention_kernel, mesh.devices.flat[0].platform, layout.precision)
+    platform = mesh.devices.flat[0].platform
+    kernel = choose_kernel(attention_kernel, platform, layout.precision, layout.context)
     state = jax.eval_shape(_checked(init), jax.random.key(0))
+    layout = with_ulysses(layout, getattr(find_model(state), "config", None))
     placement = place_layers(layout, num_layers(find_model(state)))
     stored = jax.eval_shape(placement.store, state)
     parts = take_apart(find_model(stored), layout)
@@ -223,16 +227,34 @@ def _checked(init: Callable) -> Callable:
 
 def check_supported(layout: Layout) -> None:
     """Refuses the settings that this version does not run yet."""
-    for axis in ("context", "expert"):
-        if layout.axis_sizes[axis] > 1:
-            raise ValueError(
-                f"{axis}={layout.axis_sizes[axis]} does not run in this version; use "
-                "pipe, replica, data and tensor"
-            )
+    if layout.expert > 1:
+        raise ValueError(
+            f"expert={layout.expert} does not run in this version; use pipe, replica, data, "
+            "context and tensor"
+        )
     if layout.remat == "stage" and layout.pipe == 1:
         raise ValueError("remat='stage' needs pipe > 1; use remat='block'")
     if layout.chunks > 1 and layout.pipe == 1:
         raise ValueError(f"chunks={layout.chunks} needs pipe > 1; use chunks=1")
+
+
+def with_ulysses(layout: Layout, config) -> Layout:
+    """The layout with its number of devices that exchange heads, if it names none: as many as the
+    heads of `config` allow, without copies of kv heads where that can be.
+
+    Raises ValueError where a model's heads cannot be divided as the layout says.
+    """
+    if layout.context == 1 or config is None or layout.attention in ("ring", "allgather"):
+        return layout
+    heads = config.num_heads // layout.tensor
+    kv_heads = max(config.num_kv_heads // layout.tensor, 1)
+    if layout.attention == "ring+ulysses" and layout.ulysses == 0:
+        sizes = [u for u in range(2, layout.context) if layout.context % u == 0]
+        fits = [u for u in sizes if heads % u == 0 and (kv_heads % u == 0 or u % kv_heads == 0)]
+        best = max(fits or sizes, key=lambda u: (kv_heads % u == 0, u))
+        layout = dataclasses.replace(layout, ulysses=best)
+    check_exchange(layout.ulysses or layout.context, heads, kv_heads)
+    return layout
 
 
 def find_model(state):
@@ -246,53 +268,3 @@ def find_model(state):
             "with the optimizer state"
         )
     return flat[min(models)[1]][1]
-
-
-def check_batch(layout: Layout, batch: dict) -> None:
-    """Refuses a batch that the layout cannot split, naming the nearest that it can."""
-    for name in ("tokens", "targets", "weights"):
-        if name not in batch:
-            raise ValueError(
-                f"the batch has no {name!r}; it needs tokens, targets and weights, "
-                f"found {', '.join(batch)}"
-            )
-    shapes = {name: tuple(a.shape) for name, a in batch.items()}
-    if len(set(shapes.values())) > 1 or len(shapes["tokens"]) != 2:
-        raise ValueError(f"the arrays of a batch must all be [B, T], found {shapes}")
-    rows, length = shapes["tokens"]
-    check_rows(layout, rows)
-    if layout.sequence_parallel and length % layout.tensor:
-        near = _near(length, layout.tensor)
-        raise ValueError(
-            f"seq_len {length} is not a multiple of tensor={layout.tensor}, over which sequence "
-            f"parallelism splits it; use {near}, or sequence_parallel=false"
-        )
-
-
-def check_rows(layout: Layout, rows: int) -> None:
-    """Refuses a global batch that batch axes and microbatches do not divide."""
-    ways = {a: n for a, n in layout.axis_sizes.items() if a in BATCH_AXES and n > 1}
-    product = layout.size(BATCH_AXES)
-    if rows % product:
-        words = " x ".join(f"{a} {n}" for a, n in ways.items())
-        many = f" = {product}" if len(ways) > 1 else ""
-        hint = (
-            "use context or tensor for one long sequence"
-            if rows < product
-            else (f"use {_near(rows, product)}")
-        )
-        raise ValueError(f"global_batch {rows} is not a multiple of {words}{many}; {hint}")
-    if rows % (product * layout.microbatches):
-        local = rows // product
-        fits = [m for m in range(1, local + 1) if local % m == 0]
-        raise ValueError(
-            f"global_batch {rows} gives {local} rows to each of {product} device groups, which "
-            f"microbatches={layout.microbatches} does not divide; use microbatches="
-            f"{min(fits, key=lambda m: abs(m - layout.microbatches))} or a global_batch of "
-            f"{_near(rows, product * layout.microbatches)}"
-        )
-
-
-def _near(n: int, step: int) -> str:
-    low, high = n // step * step, -(-n // step) * step
-    return f"{low} or {high}" if low else str(high)

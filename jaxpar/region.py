@@ -14,8 +14,11 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxpar import _jax_compat, dims
+from jaxpar.batch import own_tokens
 from jaxpar.functions import Functions, checked_loss
 from jaxpar.layout import BATCH_AXES, Layout
+from jaxpar.nn.context_attention import make_context
+from jaxpar.nn.order import Context
 from jaxpar.nn.parallel import Settings, axis_index, total, vary
 from jaxpar.parts import Parts
 from jaxpar.pipeline import evaluation, executor, one_stage, stage
@@ -81,6 +84,7 @@ class Region:
     def _gradients(self, stored: list, batch: dict, key):
         zero, parts = self.layout.zero, self.parts
         outer, layers = self._once(stored)
+        batch = own_tokens(batch, self._context)
         microbatches = self._microbatches(batch)
         count, scale = self._count(batch)
         sums = [
@@ -100,7 +104,7 @@ class Region:
 
     def _loss_sum(self, stored: list, batch: dict, key):
         outer, layers = self._once(stored)
-        microbatches = self._microbatches(batch)
+        microbatches = self._microbatches(own_tokens(batch, self._context))
         run = evaluation.evaluate if self.layout.pipe > 1 else one_stage.evaluate
         sums = run(self._program(None, train=False), outer, layers, microbatches)
         return tuple(total(s) for s in sums)
@@ -130,9 +134,19 @@ class Region:
             give_back_outer=give_back_outer,
             finish=self._give_back_layer if reduces_last(self.layout) else None,
             fetch_ahead=self.layout.zero == 3 and self.layout.pipe == 1,
-            idle="compute" if self.layout.idle == "compute" else "skip",
-            one_at_a_time=self.mesh.devices.flat[0].platform == "cpu",
+            idle=self._idle,
+            one_at_a_time=self._on_cpu,
         )
+
+    @property
+    def _idle(self) -> str:
+        if self.layout.circulates:
+            return "everywhere"
+        return "compute" if self.layout.computes_idle else "skip"
+
+    @property
+    def _on_cpu(self) -> bool:
+        return self.mesh.devices.flat[0].platform == "cpu"
 
     def _once(self, stored: list):
         """Outer and layer leaves, fetched where the layout fetches once a step."""
@@ -194,6 +208,17 @@ class Region:
             sequence_parallel=self.layout.sequence_parallel and self.layout.tensor > 1,
             vocab_axes=self.layout.present(dims.RULES["vocab"]),
             attention_kernel=self.attention_kernel,
+            context=self._context,
+        )
+
+    @property
+    def _context(self) -> Context:
+        """How attention runs over the context axis."""
+        c = self.layout
+        if c.context == 1:
+            return Context()
+        return make_context(
+            c.context, c.attention, c.ulysses or None, c.context_order, one_at_a_time=self._on_cpu
         )
 
     def _microbatches(self, batch: dict) -> dict:

@@ -16,10 +16,11 @@ import numpy as np
 from flax import nnx
 
 from jaxpar import _jax_compat, data
+from jaxpar.batch import check_batch
 from jaxpar.layout import Layout, load_layout
 from jaxpar.mesh import emulate_devices
 from jaxpar.metrics import need
-from jaxpar.plan import Plan, check_batch, make_plan
+from jaxpar.plan import Plan, make_plan
 from jaxpar.train_config import DEFAULT_LAYOUT, TrainConfig, load_model
 
 

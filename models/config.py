@@ -26,6 +26,7 @@ class DecoderConfig:
     qk_norm: bool = False
     qkv_bias: bool = False
     dropout: float = 0.0
+    sliding_window: int | None = None
 
     def __post_init__(self):
         sizes = (
@@ -46,6 +47,10 @@ class DecoderConfig:
             raise ValueError(
                 f"num_heads={self.num_heads} is not a multiple of "
                 f"num_kv_heads={self.num_kv_heads}; num_kv_heads can be {fits}"
+            )
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise ValueError(
+                f"sliding_window={self.sliding_window} hides every key; use 1 or more, or None"
             )
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout={self.dropout} is not a probability below 1")

@@ -3,7 +3,8 @@
 import pytest
 
 from jaxpar.layout import AXES, CHOICES, Layout, layout_names, load_layout, override
-from jaxpar.plan import check_batch, check_rows, check_supported
+from jaxpar.batch import check_batch, check_rows
+from jaxpar.plan import check_supported
 
 
 # xai-org/grok-1#248, google-research/text-to-text-transfer-transformer#488

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 LEVELS = [
     "layout chips pipeline.schedules pipeline.slots",
     "_jax_compat mesh dims zero",
-    "nn loss pipeline parts splits placement functions region costs costs_pipeline costs_reads "
+    "nn loss pipeline parts splits placement functions batch region costs costs_pipeline costs_reads "
     "costs_memory",
     "plan report checks own pipeline.__init__",
     "checkpoint data metrics interop families",

@@ -15,7 +15,7 @@ import jaxpar as jp
 from jaxpar import cli, data
 from jaxpar.cli.train import parse
 from jaxpar.models import llama
-from jaxpar.plan import check_batch
+from jaxpar.batch import check_batch
 from jaxpar.train_config import DEFAULT_LAYOUT
 
 ROOT = Path(__file__).parent.parent

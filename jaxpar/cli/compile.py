@@ -153,7 +153,8 @@ def _plan(module, model_config, tx, layout: Layout, target, shape: tuple[int, in
     import numpy as np
     from flax import nnx
 
-    from jaxpar.plan import check_batch, make_plan
+    from jaxpar.batch import check_batch
+    from jaxpar.plan import make_plan
 
     def init(key):
         model = module.Model(model_config, rngs=nnx.Rngs(key))

@@ -14,10 +14,11 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
+from jaxpar.batch import check_batch
 from jaxpar.cluster import stand_in
 from jaxpar.cluster.target import Target
 from jaxpar.layout import Layout
-from jaxpar.plan import Plan, check_batch, find_model, make_plan
+from jaxpar.plan import Plan, find_model, make_plan
 
 BATCH_TYPES = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
 """The arrays of a batch [rows, seq_len] that is given by its shape alone."""

@@ -1,6 +1,6 @@
 """Parallel layers: flax NNX modules that use a mesh axis only where it exists."""
 
-from jaxpar.nn.attention import Attention, dense_attention, document_mask
+from jaxpar.nn.attention import Attention, dense_attention, document_mask, self_attention
 from jaxpar.nn.blockwise_attention import blockwise_attention
 from jaxpar.nn.context_attention import attention
 from jaxpar.nn.dropout import dropout
@@ -38,6 +38,7 @@ __all__ = [
     "param",
     "places",
     "rotate",
+    "self_attention",
     "settings",
     "stack",
     "sum_partial",

@@ -1,23 +1,27 @@
 """Grouped-query attention, heads split over `tensor`."""
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float
 
 from jaxpar.layout import nearest
 from jaxpar.nn import rotary
 from jaxpar.nn.blockwise_attention import blockwise_attention
+from jaxpar.nn.context_attention import attend
 from jaxpar.nn.linear import ColumnLinear, RowLinear
 from jaxpar.nn.norms import RMSNorm
 from jaxpar.nn.parallel import settings
+from jaxpar.nn.sight import Rule, Tokens
 
 ATTENTION_KERNELS = ("xla", "cudnn", "blockwise")
 """XLA's own, which stores the matrix of scores; cuDNN's flash attention (GPUs, 16-bit types);
 loops over blocks, which store no scores and run anywhere."""
 
 
-def choose_kernel(name: str | None, platform: str, precision: str) -> str:
-    """`name`, one of ATTENTION_KERNELS; where None, cuDNN's for bf16 on GPUs, else XLA's.
+def choose_kernel(name: str | None, platform: str, precision: str, context: int = 1) -> str:
+    """`name`, one of ATTENTION_KERNELS; where None, cuDNN's for bf16 on GPUs, else XLA's or, where
+    the sequence is split over `context` devices, blockwise.
 
     Raises ValueError for an unknown name, and for cuDNN's where it cannot run.
 
@@ -25,7 +29,9 @@ def choose_kernel(name: str | None, platform: str, precision: str) -> str:
     ('cudnn', 'xla')
     """
     if name is None:
-        return "cudnn" if platform in ("gpu", "cuda") and precision == "bf16" else "xla"
+        if platform in ("gpu", "cuda") and precision == "bf16":
+            return "cudnn"
+        return "xla" if context == 1 else "blockwise"
     if name not in ATTENTION_KERNELS:
         raise ValueError(
             f"attention_kernel={name!r} is not a choice; {nearest(name, ATTENTION_KERNELS)}"
@@ -39,14 +45,35 @@ def choose_kernel(name: str | None, platform: str, precision: str) -> str:
 
 
 def document_mask(batch: dict) -> Bool[Array, "B 1 T T"] | None:
-    """True where a query may see a key: same document. None where rows hold one document.
+    """True where a query may see a key: same document. None where rows hold one document, and
+    where attention makes its masks itself, block by block.
 
     The causal part is left to the attention kernel.
     """
     segments = batch.get("segment_ids")
-    if segments is None:
+    if segments is None or settings(batch).context.size > 1:
         return None
-    return segments[:, None, :, None] == segments[:, None, None, :]
+    mine, other = segments[:, None, :, None], segments[:, None, None, :]
+    return (mine == other) & (mine >= 0)
+
+
+def self_attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    batch: dict,
+    window: int | None = None,
+) -> Float[Array, "B T N H"]:
+    """Causal attention inside each document, over the context axis where the sequence is split.
+
+    `window`: a query sees that many keys, its own among them; None: all before it.
+    """
+    s = settings(batch)
+    if s.context.size == 1:
+        return dense_attention(q, k, v, batch, window)
+    queries = Tokens(batch["places"], batch.get("segment_ids"))
+    keys = Tokens(batch["key_places"], batch.get("key_segments"))
+    return attend(s.context, s.attention_kernel, Rule(True, window), q, k, v, queries, keys)
 
 
 def dense_attention(
@@ -54,24 +81,31 @@ def dense_attention(
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
     batch: dict,
+    window: int | None = None,
 ) -> Float[Array, "B T N H"]:
     """Causal attention inside each document, on whole sequences; no communication.
 
     Uses `batch["mask"]` (see `document_mask`) where it is there, and the kernel that the settings
-    say, one of ATTENTION_KERNELS.
+    say, one of ATTENTION_KERNELS. Padding (a negative segment) gives 0.
     """
     mask, kernel = batch.get("mask"), settings(batch).attention_kernel
     if kernel == "blockwise":
-        return blockwise_attention(q, k, v, mask, is_causal=True)
-    return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation=kernel)
+        return blockwise_attention(q, k, v, mask, is_causal=True, window=window)
+    local = None if window is None else (window - 1, 0)
+    out = jax.nn.dot_product_attention(
+        q, k, v, mask=mask, is_causal=True, local_window_size=local, implementation=kernel
+    )
+    segments = batch.get("segment_ids")
+    return out if segments is None else jnp.where(segments[..., None, None] >= 0, out, 0)
 
 
 class Attention(nnx.Module):
     """Multi-head attention with num_kv_heads <= num_heads key and value heads.
 
     x[b, t, D] (whole sequence) -> [b, s, D]. Fewer kv heads than `tensor` are held in groups of
-    devices (`jaxpar.splits`). Rotary where the batch has `rope` tables; `qk_norm` normalises each
-    head's queries and keys (Dehghani et al., arXiv 2302.05442).
+    devices (`jaxpar.splits`). A config with `sliding_window` limits what a query
+    sees. Rotary where the batch has `rope` tables; `qk_norm` normalises each head's queries and
+    keys (Dehghani et al., arXiv 2302.05442).
     """
 
     def __init__(
@@ -90,6 +124,7 @@ class Attention(nnx.Module):
         self.key = ColumnLinear(d, (k, h), ("kv_heads", "head_dim"), key=kk, std=std, bias=bias)
         self.value = ColumnLinear(d, (k, h), ("kv_heads", "head_dim"), key=kv, std=std, bias=bias)
         self.out = RowLinear((n, h), ("heads", "head_dim"), d, key=ko, std=out_std, bias=out_bias)
+        self.window = getattr(config, "sliding_window", None)
         norm = config.qk_norm
         self.query_norm = RMSNorm(h, dim="head_dim", epsilon=config.norm_eps) if norm else None
         self.key_norm = RMSNorm(h, dim="head_dim", epsilon=config.norm_eps) if norm else None
@@ -100,4 +135,4 @@ class Attention(nnx.Module):
             q, k = self.query_norm(q), self.key_norm(k)
         if "rope" in batch:
             q, k = rotary.rotate(q, *batch["rope"]), rotary.rotate(k, *batch["rope"])
-        return self.out(dense_attention(q, k, v, batch), batch)
+        return self.out(self_attention(q, k, v, batch, self.window), batch)

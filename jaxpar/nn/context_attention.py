@@ -117,7 +117,7 @@ def attend(
 ) -> Float[Array, "b t N H"]:
     """Attention inside the manual region; `queries` [b, t] are this device's tokens, `keys` [b, T]
     those of the whole row, the first device's first."""
-    check_exchange(context, q.shape[2], k.shape[2])
+    check_exchange(context.ulysses, q.shape[2], k.shape[2])
     axes = {context.axis} if context.size > 1 else set()
     for x in jax.tree.leaves((q, k, v, queries, keys)):
         axes |= _jax_compat.varying_axes(x)
@@ -134,10 +134,9 @@ def attend(
     return _exchange(context, out, 1, 2)  # and back
 
 
-def check_exchange(context: Context, heads: int, kv_heads: int) -> None:
-    """Refuses heads of one device that cannot be divided among `ulysses` devices."""
+def check_exchange(u: int, heads: int, kv_heads: int) -> None:
+    """Refuses heads of one device that cannot be divided among `u` devices."""
     check_heads(heads, kv_heads)
-    u = context.ulysses
     if heads % u == 0 and (kv_heads % u == 0 or u % kv_heads == 0):
         return
     fits = [
@@ -164,9 +163,10 @@ def _exchange(context: Context, x, split: int, concat: int):
 def _in_place(context, kernel, rule, q, k, v, segments, positions, ordered: bool):
     """Here and now: with `context.size` 1 alone, else with the other devices of the axis."""
     length = q.shape[1] * context.size
-    gather = lambda a: (
-        a if context.size == 1 else lax.all_gather(a, context.axis, axis=1, tiled=True)
-    )  # noqa: E731,E501
+
+    def gather(a):
+        return a if context.size == 1 else lax.all_gather(a, context.axis, axis=1, tiled=True)
+
     if positions is None:
         table = places(length, context if context.size > 1 else Context(order="contiguous"))
         mine, every = jnp.asarray(table)[axis_index((context.axis,))][None], table.reshape(1, -1)

@@ -28,6 +28,6 @@ def dropout(x: Float[Array, "B S D"], rate: float, batch: dict, site: int) -> Fl
         bits = jax.random.fold_in(jax.random.fold_in(key, row), column)
         return jax.random.bernoulli(bits, 1.0 - rate, (x.shape[-1],))
 
-    columns = local_columns(batch, x.shape[1])
-    keep = jax.vmap(lambda row: jax.vmap(lambda c: token_mask(row, c))(columns))(rows)
+    columns = jnp.broadcast_to(local_columns(batch, x.shape[1]), x.shape[:2])
+    keep = jax.vmap(jax.vmap(token_mask, in_axes=(None, 0)))(rows, columns)
     return jnp.where(keep, x / (1.0 - rate), 0).astype(x.dtype)

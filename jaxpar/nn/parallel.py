@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar import _jax_compat
+from jaxpar.nn.order import Context
 
 
 @jax.tree_util.register_static
@@ -21,11 +22,13 @@ class Settings:
 
     `sequence_parallel`: activations between blocks are split along the sequence over `tensor`.
     `vocab_axes`: axes the vocabulary is split over. `attention_kernel`: xla, cudnn or blockwise.
+    `context`: how attention runs where the sequence is split between devices for good.
     """
 
     sequence_parallel: bool = False
     vocab_axes: tuple[str, ...] = ()
     attention_kernel: str = "xla"
+    context: Context = Context()
 
 
 def settings(batch: dict) -> Settings:
@@ -140,6 +143,9 @@ def local_sequence(x: jax.Array, batch: dict) -> jax.Array:
 
 
 def local_columns(batch: dict, length: int) -> jax.Array:
-    """Place in the row, int32 [length], of each token this device holds between blocks."""
+    """Place in the row, int32 [length] or [b, length], of each token this device holds between
+    blocks."""
+    if "places" in batch:
+        return local_sequence(batch["places"], batch)
     start = axis_index(("tensor",)) * length if settings(batch).sequence_parallel else 0
     return start + jnp.arange(length, dtype=jnp.int32)

@@ -67,7 +67,7 @@ class Tick:
         span = self.program.span(me, vary(jnp.int32(0), (AXIS,)))
         y, kept = buffers.typed(lambda: self._forward(buffers.blank(x), batch, span))
         slots_x = table.slots_stage if whole else table.slots_input
-        spare = self.program.idle == "compute"  # -1, the last slot, takes what bubbles compute
+        spare = self.program.idle != "skip"  # -1, the last slot, takes what bubbles compute
         carry = {
             "x": buffers.buffer(x, max(slots_x)),
             "kept": [buffers.buffer(k, max(table.slots_kept) + spare) for k in kept],
@@ -161,7 +161,7 @@ class Tick:
         whole = self.program.stack.remat == "stage"
         slot = mine["f_stage" if whole else "f_input"]
         first = jnp.asarray(table.parts)[me, chunk] == 0
-        x = jnp.where(first, entering, buffers.read(carry["x"], slot))
+        x = self._after(jnp.where(first, entering, buffers.read(carry["x"], slot)), carry)
         batch, span = self._batch(m), self.program.span(me, jnp.maximum(chunk, 0), m >= 0)
         y, carry["kept"] = self._forward(x, batch, span, Ring(carry["kept"], mine["f_kept"]))
         if whole:
@@ -198,9 +198,11 @@ class Tick:
     def _run_backward(self, mine, from_loss, me, carry):
         table, m, chunk = self.program.table, mine["b_microbatch"], mine["b_chunk"]
         last = jnp.asarray(table.parts)[me, chunk] == table.parts.max()
-        dy = jnp.where(last, from_loss, buffers.read(carry["grad"], mine["b_grad"]))
+        dy = self._after(
+            jnp.where(last, from_loss, buffers.read(carry["grad"], mine["b_grad"])), carry
+        )
         whole = self.program.stack.remat == "stage"
-        x = buffers.read(carry["x"], mine["b_stage"]) if whole else None
+        x = self._after(buffers.read(carry["x"], mine["b_stage"]), carry) if whole else None
         kept = Ring(carry["kept"], mine["b_kept"])
         stack, known = self.program.stack, self.structure
         batch, span = self._batch(m), self.program.span(me, jnp.maximum(chunk, 0), m >= 0)
@@ -248,6 +250,11 @@ class Tick:
         arrived = lax.ppermute(jnp.where(carry["zero"] > 0, 0, x), AXIS, pairs)
         carry["zero"] = zero_after(arrived)
         return arrived
+
+    def _after(self, x, carry: dict):
+        """x, which exists only after the permutation before, where blocks permute themselves."""
+        waits = self.program.one_at_a_time and self.program.idle == "everywhere"
+        return jnp.where(carry["zero"] > 0, 0, x) if waits else x
 
     def _batch(self, m, share: bool = False) -> dict:
         """Microbatch m as the model sees it; with `share` this stage's part of its rows."""

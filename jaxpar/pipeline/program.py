@@ -22,8 +22,9 @@ class Program:
     On one stage there is no table; `finish(one layer's sums)` reduces what is complete with the
     last microbatch, and `fetch_ahead` says that weights come one block ahead of their use.
     `counts[stage, chunk]`: layers held there. `idle`: "skip" branches around what a stage has not
-    to do, "compute" computes on what is there and drops it. `one_at_a_time`: permutations wait for
-    one another, as emulated devices need it.
+    to do, "compute" computes on what is there and drops it, "everywhere" in places without a layer
+    as well, because blocks permute over the mesh. `one_at_a_time`: permutations wait for one
+    another, as emulated devices need it.
     """
 
     table: Table | None

@@ -49,7 +49,9 @@ class Span:
     """The layers of a stack to run: places first .. first+size-1, of which `count` hold a layer.
 
     `number` is the model's number of the first of them. `count` None: all hold one. `active` None:
-    there is something to do; else whether there is, and `idle` says what happens where not.
+    there is something to do; else whether there is, and `idle` says what happens where not:
+    "skip" nothing, "compute" a computation that is dropped, "everywhere" one in places without a
+    layer as well.
     """
 
     size: int
@@ -61,7 +63,15 @@ class Span:
 
     def runs(self, i):
         """Whether place i is run; None where it always is."""
+        if self.idle == "everywhere":
+            return None
         return self._both(i, self.active if self.idle == "skip" else None)
+
+    def passes(self, i, y, x):
+        """y, or x where place i was run and holds no layer."""
+        if self.idle != "everywhere" or self.count is None:
+            return y
+        return jnp.where(i < self.count, y, x)
 
     def counts(self, i):
         """Whether what place i computes counts; None where it always does."""
@@ -124,6 +134,7 @@ def forward(
             return x, now.read(i) if now else empty[1]
 
         y, kept = run_where(span.runs(i), lambda x: block(x, i), x, otherwise=idle)
+        y = span.passes(i, y, x)
         return ((y, now.write(kept, i)), None) if now else ((y, arrays), kept)
 
     (x, arrays), kept = lax.scan(body, (x, ring.arrays if ring else []), _places(span))
@@ -155,14 +166,15 @@ def backward(
         return dx, stack.give_back(gradients)
 
     def body(carry, i):
-        dx, sums = carry
+        dy, sums = carry
         arrays = None if isinstance(kept, Ring) else layer_at(kept, i)
         dx, gradients = run_where(
             span.runs(i),
-            lambda dx: block(dx, arrays, i),
-            dx,
-            otherwise=lambda empty, dx: (dx, empty[1]),
+            lambda dy: block(dy, arrays, i),
+            dy,
+            otherwise=lambda empty, dy: (dy, empty[1]),
         )
+        dx = span.passes(i, dx, dy)
         counts = span.counts(i)
         if counts is not None:
             gradients = [jnp.where(counts, g, 0) for g in gradients]
@@ -204,7 +216,7 @@ def apply(stack: Stack, layers: list, x: jax.Array, batch: dict, span: Span) -> 
 
     def body(x, i):
         y = run_where(span.runs(i), lambda x: block(x, i), x, otherwise=lambda empty, x: x)
-        return y, None
+        return span.passes(i, y, x), None
 
     return lax.scan(body, x, _places(span))[0]
 
