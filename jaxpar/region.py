@@ -16,7 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxpar import _jax_compat, dims
 from jaxpar.batch import own_tokens
 from jaxpar.functions import Functions, checked_loss
-from jaxpar.layout import BATCH_AXES, Layout
+from jaxpar.layout import AXES, BATCH_AXES, Layout
 from jaxpar.nn.context_attention import make_context
 from jaxpar.nn.order import Context
 from jaxpar.nn.parallel import Settings, axis_index, total, vary
@@ -240,7 +240,11 @@ class Region:
         if key is not None:
             batch["dropout_key"] = key
         model = self.parts.model([None] * len(self.parts.outer(self.parts.splits)))
-        return self.functions.prepare(model, batch)
+        batch = self.functions.prepare(model, batch)
+        if "rope" in batch:  # typed as what it turns, it is the same array for all layers
+            everywhere = self.layout.present(AXES)
+            batch["rope"] = jax.tree.map(lambda a: vary(a, everywhere), batch["rope"])
+        return batch
 
     def _count(self, batch: dict):
         """The global count and 1 / count, before anything runs. 1 / 0 becomes 0.

@@ -109,7 +109,7 @@ def tiny() -> DecoderConfig:
         num_kv_heads=4,
         head_dim=8,
         ffn_dim=192,
-        max_seq_len=2048,
+        max_seq_len=32_768,
     )
 
 

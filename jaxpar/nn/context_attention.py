@@ -121,7 +121,7 @@ def attend(
     axes = {context.axis} if context.size > 1 else set()
     for x in jax.tree.leaves((q, k, v, queries, keys)):
         axes |= _jax_compat.varying_axes(x)
-    q, k, v, queries, keys = jax.tree.map(lambda x: vary(x, sorted(axes)), (q, k, v, queries, keys))
+    q, k, v = (vary(x, sorted(axes)) for x in (q, k, v))
     ring = Ring(context, kernel, rule, in_order)
     if context.ulysses == 1:
         return circulate(ring, q, k, v, queries, keys)

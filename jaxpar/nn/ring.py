@@ -59,7 +59,8 @@ def circulate(ring: Ring, q, k, v, queries: Tokens, keys: Tokens):
     """softmax(q . k / sqrt(H)) . v over the keys of all members.
 
     q[b, t, N, H], k and v[b, t, K, H] are this member's, of the places `queries`; `keys` [b, T]
-    are those of all members, the first one's first. All must vary over the same mesh axes.
+    are those of all members, the first one's first. q, k and v must vary over the same mesh axes,
+    those of the places among them.
     """
     return _forward(ring, q, k, v, queries, keys)[0]
 
