@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxpar.costs_context import over_context
 from jaxpar.costs_pipeline import Passes, over_pipe, passes, stored_model
 from jaxpar.costs_reads import Reads, reads
 from jaxpar.dims import RULES
@@ -213,9 +214,10 @@ def _moves(split: Split, one_layer: bool, layout: Layout):
 
 
 def activation_traffic(model, layout: Layout, global_batch: int, seq_len: int) -> list[Transfer]:
-    """What activations send over `pipe` and `tensor` in a step, and the loss over the batch axes.
+    """What activations send over `pipe`, `tensor` and `context` in a step, and the loss over the
+    batch axes and `context` (whose part has its formulas in `costs_context`).
 
-    A = rows of a microbatch x seq_len x embed x bytes of the compute type. With sequence
+    A = rows of a microbatch x seq_len / context x embed x bytes of the compute type. With sequence
     parallelism a block sends 2 all-gathers and 2 reduce-scatters of A forward and as many backward
     (arXiv 2205.05198, section 4.2.2); embedding and head one of each. Without it, all-reduces: a
     block 2 forward and 2 backward, the embedding 1 forward, the head 1 backward. Recomputing a
@@ -229,12 +231,16 @@ def activation_traffic(model, layout: Layout, global_batch: int, seq_len: int) -
     _check_axes(layout)
     c, rows = model.config, _reductions_of_loss(layout)
     tokens = global_batch // layout.size(BATCH_AXES) // layout.microbatches * seq_len
+    tokens //= layout.context
     size = tokens * c.embed_dim * jnp.dtype(COMPUTE[layout.precision]).itemsize
     if layout.tensor > 1:
         rows += _over_tensor(passes(model, layout), layout, size)
     if layout.pipe > 1:
         held = size // layout.tensor if layout.sequence_parallel else size
         rows += [Transfer(*row, held, layout.pipe) for row in over_pipe(layout)]
+    if layout.context > 1:
+        sent = over_context(c, layout, passes(model, layout), global_batch, seq_len)
+        rows += [Transfer(*row) for row in sent]
     axes = layout.present(RULES["vocab"])
     if not axes:
         return rows
@@ -282,7 +288,7 @@ def _over_tensor(often: Passes, layout: Layout, size: int) -> list[Transfer]:
 
 
 def _reductions_of_loss(layout: Layout) -> list[Transfer]:
-    axes = layout.present(BATCH_AXES)
+    axes = layout.present((*BATCH_AXES, "context"))
     return [
         Transfer(what, "all-reduce", axes, 1, FP32, layout.size(axes))
         for what in ("loss", "count of tokens")
@@ -291,9 +297,8 @@ def _reductions_of_loss(layout: Layout) -> list[Transfer]:
 
 
 def _check_axes(layout: Layout) -> None:
-    for axis in ("expert", "context"):
-        if layout.axis_sizes[axis] > 1:
-            raise ValueError(
-                f"{axis}={layout.axis_sizes[axis]}: what this axis sends has no formula here; the "
-                f"formulas know pipe, replica, data and tensor; use {axis}=1"
-            )
+    if layout.expert > 1:
+        raise ValueError(
+            f"expert={layout.expert}: what this axis sends has no formula here; the formulas know "
+            "pipe, replica, data, context and tensor; use expert=1"
+        )

@@ -32,6 +32,8 @@ def passes(model, layout: Layout) -> Passes:
     if layout.pipe == 1:
         return Passes(*2 * (layout.microbatches * num_layers(model),))
     table, counts = pipeline_table(layout), placement_of(model, layout).counts
+    if layout.circulates:  # places without a layer are run as well
+        counts = np.full_like(counts, counts.max())
     stages = np.arange(table.stages)
     found = []
     for work in (table.f, table.b):
@@ -82,6 +84,8 @@ def branch_share(layout: Layout, model) -> Callable:
     layers = Fraction(int(counts.sum(axis=1).max()), counts.shape[1] * size)
     for phase in "FB":  # these branches are around each layer of a stage
         shares[phase] = layers if layout.computes_idle else layers * shares[phase]
+        if layout.circulates:  # there are none
+            shares[phase] = Fraction(1)
 
     def share(conditional, _) -> Fraction:
         own = re.search(

@@ -201,5 +201,5 @@ def test_without_sequence_parallelism_a_block_sends_four_all_reduces():
 
 
 def test_an_axis_without_a_formula_is_refused():
-    with pytest.raises(ValueError, match="context=2: .* has no formula here.*use context=1"):
-        costs.parameter_traffic(model_shapes("llama"), jp.Layout(context=2))
+    with pytest.raises(ValueError, match="expert=2: .* has no formula here.*use expert=1"):
+        costs.parameter_traffic(model_shapes("llama"), jp.Layout(expert=2))

@@ -120,11 +120,23 @@ def test_groups_of_any_product_of_axes_map_back_to_these_axes():
 
 
 @pytest.mark.parametrize(
-    "groups", [((0, 1), (2, 3)), ((0, 1, 2, 3),), ((0, 5), (1, 4), (2, 7), (3, 6))]
+    "groups",
+    [
+        ((0, 1), (2, 3), (4, 6), (5, 7)),
+        ((0, 1, 2), (3,), (4, 5, 6), (7,)),
+        ((0, 1, 2, 3),),
+        ((0, 5), (1, 4), (2, 7), (3, 6)),
+    ],
 )
 def test_groups_that_are_no_product_of_axes_have_no_axes(groups):
-    padded = groups + (((4, 5), (6, 7)) if len(groups) == 2 else ())
-    assert hlo.axes_of_groups(padded, MESH) is None
+    assert hlo.axes_of_groups(groups, MESH) is None
+
+
+@pytest.mark.parametrize(
+    "groups", [((0, 1), (2, 3), (4, 5), (6, 7)), ((0, 2), (1, 3), (4, 6), (5, 7))]
+)
+def test_groups_that_are_the_same_parts_of_every_line_of_an_axis_are_that_axis(groups):
+    assert hlo.axes_of_groups(groups, MESH) == ("tensor",)
 
 
 # Collectives
@@ -214,7 +226,7 @@ def test_a_send_has_the_axis_of_its_pairs():
 @pytest.mark.parametrize(
     "line, axes, warning",
     [
-        ("all-reduce(%x), replica_groups={{0,1},{2,3},{4,5},{6,7}}", ("?",), "no product of"),
+        ("all-reduce(%x), replica_groups={{0,1},{2,3},{4,6},{5,7}}", ("?",), "no product of"),
         ("all-reduce(%x), replica_groups=new{0}", ("?",), "has no known form"),
         ("all-scramble(%x), replica_groups=[2,4]<=[8]", ("?",), "not a collective known here"),
         ("collective-permute(%x), source_target_pairs={{0,9}}", ("?",), "no product of"),

@@ -14,7 +14,7 @@ LEVELS = [
     "layout chips pipeline.schedules pipeline.slots",
     "_jax_compat mesh dims zero",
     "nn loss pipeline parts splits placement functions batch region costs costs_pipeline costs_reads "
-    "costs_memory",
+    "costs_memory costs_context",
     "plan report checks own pipeline.__init__",
     "checkpoint data metrics interop families",
     "cluster testing planner launch",

@@ -62,10 +62,13 @@ def parse_groups(text: str, num_devices: int) -> Groups:
 def axes_of_groups(groups: Groups, mesh_axes: Mapping[str, int]) -> tuple[str, ...] | None:
     """The mesh axes, outermost first, whose groups these are; None when there are none.
 
-    Groups of one device each give (), an operation without communication.
+    Groups of one device each give (), an operation without communication. Where each group of one
+    axis is cut into parts, in the same way everywhere, it is that axis.
 
     >>> axes_of_groups(((0, 2), (1, 3)), {"data": 2, "tensor": 2})
     ('data',)
+    >>> axes_of_groups(((0, 1), (2, 3)), {"context": 4})
+    ('context',)
     """
     sizes = tuple(mesh_axes.values())
     members = [device for group in groups for device in group]
@@ -76,8 +79,22 @@ def axes_of_groups(groups: Groups, mesh_axes: Mapping[str, int]) -> tuple[str, .
     size = int(np.prod([sizes[i] for i in axes], initial=1))
     expected = np.arange(len(members)).reshape(sizes).transpose(*over, *axes).reshape(-1, size)
     if {frozenset(group) for group in groups} != {frozenset(row) for row in _rows(expected)}:
-        return None
+        if len(axes) != 1 or not _same_parts(groups, sizes, axes[0]):
+            return None
     return tuple(list(mesh_axes)[i] for i in axes)
+
+
+def _same_parts(groups: Groups, sizes: tuple[int, ...], axis: int) -> bool:
+    """Whether every line along `axis` is cut into the same parts, each of them a group."""
+    lines: dict[tuple, set] = {}
+    for group in groups:
+        places = np.array(np.unravel_index(list(group), sizes))
+        others = np.delete(places, axis, axis=0)
+        if (others != others[:, :1]).any():
+            return False
+        lines.setdefault(tuple(others[:, 0]), set()).add(frozenset(places[axis].tolist()))
+    parts = next(iter(lines.values()))
+    return all(line == parts for line in lines.values()) and len({len(p) for p in parts}) == 1
 
 
 def axes_of_pairs(pairs: Groups, mesh_axes: Mapping[str, int]) -> tuple[str, ...] | None:
