@@ -7,7 +7,8 @@ if TYPE_CHECKING:
     from jaxpar import cluster, data, dims, nn, pipeline, testing
     from jaxpar.batch import pad_batch
     from jaxpar.checkpoint import Checkpoint
-    from jaxpar.layout import Layout, layout_names, load_layout
+    from jaxpar.layout import Layout
+    from jaxpar.layout_files import layout_names, load_layout
     from jaxpar.mesh import emulate_devices, initialize, make_mesh
     from jaxpar.nn.context_attention import attention
     from jaxpar.nn.params import decay_mask
@@ -44,7 +45,8 @@ _MODULES = ("cluster", "data", "dims", "nn", "pipeline", "testing")
 _HOMES = {
     "batch": ("pad_batch",),
     "checkpoint": ("Checkpoint",),
-    "layout": ("Layout", "layout_names", "load_layout"),
+    "layout": ("Layout",),
+    "layout_files": ("layout_names", "load_layout"),
     "mesh": ("emulate_devices", "initialize", "make_mesh"),
     "nn.context_attention": ("attention",),
     "nn.params": ("decay_mask",),

@@ -31,19 +31,19 @@ def check_batch(layout: Layout, batch: dict) -> None:
 
 
 def _sequence_words(layout: Layout, length: int) -> str:
-    multiple = layout.sequence_multiple
-    reasons, ways = [], []
-    if layout.context > 1:
-        order = f" in {layout.context_order} order" if layout.context_order == "zigzag" else ""
-        reasons.append(f"context={layout.context}{order}")
-        ways.append("pad it with jaxpar.pad_batch")
-    if layout.sequence_parallel and layout.tensor > 1:
-        reasons.append(f"tensor={layout.tensor}, over which sequence parallelism splits it")
-        if layout.context == 1:
-            ways.append("sequence_parallel=false")
+    multiple, tensor = layout.sequence_multiple, layout.tensor
+    near = f"use {_near(length, multiple)}"
+    split = f"tensor={tensor}, over which sequence parallelism splits it"
+    if layout.context == 1:
+        return f"seq_len {length} is not a multiple of {split}; {near}, or sequence_parallel=false"
+    needs = f"context={layout.context}"
+    if layout.context_order == "zigzag" and layout.attention != "ulysses":
+        needs += " in zigzag order, two pieces a device"
+    if layout.sequence_parallel and tensor > 1:
+        needs += f", and {split}"
     return (
-        f"seq_len {length} is not a multiple of {multiple}, needed for {' and '.join(reasons)}; "
-        f"use {_near(length, multiple)}, or {' or '.join(ways)}"
+        f"seq_len {length} is not a multiple of {multiple}, which it must be for {needs}; {near}, "
+        "or pad the batch with jaxpar.pad_batch"
     )
 
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpar.costs_context import over_context
+from jaxpar.costs_blocks import over_context, over_tensor
 from jaxpar.costs_pipeline import Passes, over_pipe, passes, stored_model
 from jaxpar.costs_reads import Reads, reads
 from jaxpar.dims import RULES
@@ -215,7 +215,7 @@ def _moves(split: Split, one_layer: bool, layout: Layout):
 
 def activation_traffic(model, layout: Layout, global_batch: int, seq_len: int) -> list[Transfer]:
     """What activations send over `pipe`, `tensor` and `context` in a step, and the loss over the
-    batch axes and `context` (whose part has its formulas in `costs_context`).
+    batch axes and `context` (whose part has its formulas in `costs_blocks`).
 
     A = rows of a microbatch x seq_len / context x embed x bytes of the compute type. With sequence
     parallelism a block sends 2 all-gathers and 2 reduce-scatters of A forward and as many backward
@@ -234,7 +234,7 @@ def activation_traffic(model, layout: Layout, global_batch: int, seq_len: int) -
     tokens //= layout.context
     size = tokens * c.embed_dim * jnp.dtype(COMPUTE[layout.precision]).itemsize
     if layout.tensor > 1:
-        rows += _over_tensor(passes(model, layout), layout, size)
+        rows += [Transfer(*row) for row in over_tensor(layout, passes(model, layout), size)]
     if layout.pipe > 1:
         held = size // layout.tensor if layout.sequence_parallel else size
         rows += [Transfer(*row, held, layout.pipe) for row in over_pipe(layout)]
@@ -251,39 +251,6 @@ def activation_traffic(model, layout: Layout, global_batch: int, seq_len: int) -
             f"cross entropy, {what}", "all-reduce", axes, count, numbers * n, layout.size(axes)
         )
         for what, n in (("maximum", 1), ("sum and target", 2))
-    ]
-
-
-def _over_tensor(often: Passes, layout: Layout, size: int) -> list[Transfer]:
-    m, forward, backward = layout.microbatches, often.forward, often.backward
-    again = backward * (layout.remat != "none")
-    sums_again = again * (2 if layout.remat == "stage" else 1)
-    gather, scatter, both = "all-gather", "reduce-scatter", "all-reduce"
-    if layout.sequence_parallel:
-        table = [
-            ("embedding forward", scatter, m),
-            ("embedding backward", gather, m),
-            ("blocks forward", gather, 2 * forward),
-            ("blocks forward", scatter, 2 * forward),
-            ("blocks backward", gather, 2 * backward),
-            ("blocks backward", scatter, 2 * backward),
-            ("blocks recomputed", gather, 2 * again),
-            ("blocks recomputed", scatter, sums_again),
-            ("head forward", gather, m),
-            ("head backward", scatter, m),
-        ]
-    else:
-        table = [
-            ("embedding forward", both, m),
-            ("blocks forward", both, 2 * forward),
-            ("blocks backward", both, 2 * backward),
-            ("head backward", both, m),
-            ("blocks recomputed", both, sums_again),
-        ]
-    return [
-        Transfer(what, op, ("tensor",), count, size, layout.tensor)
-        for what, op, count in table
-        if count
     ]
 
 

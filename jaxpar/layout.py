@@ -10,7 +10,6 @@ import functools
 import math
 import tomllib
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
 AXES = ("pipe", "replica", "data", "expert", "context", "tensor")
 """Mesh axes, outermost first: the fastest links go to the innermost axes."""
@@ -41,6 +40,34 @@ def nearest(word: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(str(word), known, n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""
     return f"{hint}known: {', '.join(known) or 'none'}"
+
+
+def ring_and_ulysses(
+    size: int, attention: str, ulysses: int, axis: str = "context"
+) -> tuple[int, int]:
+    """How many of the `size` devices of `axis` form a ring, and how many exchange heads.
+
+    `ulysses` 0: not said; (size, 1) then for ring+ulysses. Raises ValueError for one that does not
+    fit.
+
+    >>> ring_and_ulysses(8, "ring+ulysses", 2)
+    (4, 2)
+    """
+    if attention != "ring+ulysses":
+        if ulysses > 1:
+            raise ValueError(
+                f"ulysses={ulysses} needs attention='ring+ulysses', and attention is "
+                f"{attention!r}; use that or leave ulysses out"
+            )
+        return (1, size) if attention == "ulysses" else (size, 1)
+    fits = [u for u in range(2, size) if size % u == 0]
+    if size > 1 and (not fits or ulysses not in (0, *fits)):
+        use = f"ulysses={' or '.join(map(str, fits))}" if fits else "ring or ulysses"
+        raise ValueError(
+            f"attention='ring+ulysses' splits {axis}={size} into ring x ulysses, both above 1, "
+            f"and ulysses={ulysses} does not; use {use}"
+        )
+    return size // max(ulysses, 1), max(ulysses, 1)
 
 
 def _checked_names(cls):
@@ -122,29 +149,14 @@ class Layout:
         self._check_context()
 
     def _check_context(self):
-        whole = isinstance(self.ulysses, int) and not isinstance(self.ulysses, bool)
-        if not whole or self.ulysses < 0:
+        if type(self.ulysses) is not int or self.ulysses < 0:
             raise ValueError(
                 f"ulysses={self.ulysses!r} is not a number of devices; use 2 or more, or 0 for as "
                 "many as the model's heads allow"
             )
         if self.context == -1:
             return
-        if self.attention != "ring+ulysses" and self.ulysses > 1:
-            raise ValueError(
-                f"ulysses={self.ulysses} needs attention='ring+ulysses', and attention is "
-                f"{self.attention!r}; use that or leave ulysses out"
-            )
-        if self.attention == "ring+ulysses" and self.context > 1:
-            fits = [u for u in range(2, self.context) if self.context % u == 0]
-            if not fits or self.ulysses not in (0, *fits):
-                use = (
-                    f"use ulysses={' or '.join(map(str, fits))}" if fits else "use ring or ulysses"
-                )
-                raise ValueError(
-                    f"attention='ring+ulysses' splits context={self.context} into ring x ulysses, "
-                    f"both above 1, and ulysses={self.ulysses} does not; {use}"
-                )
+        ring_and_ulysses(self.context, self.attention, self.ulysses)
         if self.circulates and self.pipe > 1 and self.idle == "skip":
             raise ValueError(
                 f"idle='skip' with pipe={self.pipe} and attention={self.attention!r}: a stage that "
@@ -169,13 +181,8 @@ class Layout:
     def sequence_multiple(self) -> int:
         """What the sequence must be a multiple of, for every device to hold the same."""
         parts = self.context * (self.tensor if self.sequence_parallel else 1)
-        ring = self.context
-        if self.attention == "ulysses":
-            ring = 1
-        elif self.attention == "ring+ulysses":
-            ring //= max(self.ulysses, 1)
-        zigzag = self.context > 1 and self.context_order == "zigzag"
-        return math.lcm(parts, 2 * ring if zigzag else 1)
+        ring, _ = ring_and_ulysses(self.context, self.attention, self.ulysses)
+        return math.lcm(parts, 2 * ring if self.context_order == "zigzag" and ring > 1 else 1)
 
     def _check_size(self, name: str):
         value = getattr(self, name)
@@ -249,56 +256,3 @@ class Layout:
             return cls(**values)
         except ValueError as error:
             raise ValueError(f"{source}: {error}") from None
-
-
-def layout_names() -> list[str]:
-    """Names of the layouts that come with jaxpar (files of `mesh_configs/`)."""
-    from importlib.resources import files
-
-    folder = files("jaxpar.mesh_configs").iterdir()
-    return sorted(Path(p.name).stem for p in folder if p.name.endswith(".toml"))
-
-
-def load_layout(name: str | Path) -> Layout:
-    """Loads a layout by its name in `mesh_configs/` or from the path of a TOML file.
-
-    Raises ValueError for a name or path that does not exist, naming the nearest.
-
-    >>> load_layout("cpu8_data4_tensor2").tensor
-    2
-    """
-    from importlib.resources import files
-
-    text_name = str(name)
-    if text_name.endswith(".toml") or "/" in text_name:
-        path = Path(text_name)
-        if not path.is_file():
-            raise ValueError(f"there is no layout file {text_name}; give a path that exists")
-        return Layout.from_toml(path.read_text(), text_name)
-    if text_name not in layout_names():
-        raise ValueError(
-            f"there is no layout {text_name!r} in mesh_configs; "
-            f"{nearest(text_name, layout_names())}"
-        )
-    return Layout.from_toml(
-        files("jaxpar.mesh_configs").joinpath(f"{text_name}.toml").read_text(), text_name
-    )
-
-
-def override(layout: Layout, settings: Iterable[str]) -> Layout:
-    """Applies `key=value` strings (TOML values; bare words are strings) to a layout.
-
-    >>> override(Layout(data=8), ["data=4", "tensor=2", "remat=block"]).remat
-    'block'
-    """
-    changes = {}
-    for setting in settings:
-        key, equals, value = setting.partition("=")
-        if not equals:
-            raise ValueError(f"{setting!r} is not a setting; write key=value, such as tensor=2")
-        try:
-            changes[key.strip()] = tomllib.loads(f"x = {value}")["x"]
-        except tomllib.TOMLDecodeError:
-            changes[key.strip()] = value.strip()
-    current = {f.name: getattr(layout, f.name) for f in dataclasses.fields(layout)}
-    return Layout(**{**current, **changes})

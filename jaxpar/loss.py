@@ -38,14 +38,31 @@ def cross_entropy(
     take no part. Tokens of weight 0 contribute exactly 0 to the sum and to every gradient, even
     where x is infinite or NaN there.
     """
+    weights = sequence_first(batch["weights"].astype(jnp.float32)).reshape(-1)
+    losses = _counted_losses(x, table, batch, vocab_size, weights > 0)
+    return jnp.sum(losses * weights), jnp.sum(weights)
+
+
+def token_cross_entropy(
+    x: Float[Array, "B S D"],
+    table: Float[Array, "V D"],
+    batch: dict,
+    vocab_size: int,
+) -> Float[Array, "B T"]:
+    """-log softmax(x . table^T)[target] of each token, 0 where its weight is 0; not weighted."""
+    weights = sequence_first(batch["weights"])
+    losses = _counted_losses(x, table, batch, vocab_size, weights.reshape(-1) > 0)
+    return sequence_first(losses.reshape(weights.shape))  # its own reverse
+
+
+def _counted_losses(x, table, batch, vocab_size, counted):
+    """fp32 losses of all tokens in the order of `sequence_first`, 0 where they do not count."""
     axes = settings(batch).vocab_axes
     x = vary(gather_sequence(x, batch), axes)  # x[b, s, D] -> x[b, t, D]
-    weights = sequence_first(batch["weights"].astype(jnp.float32)).reshape(-1)
-    counted = weights > 0
     x = jnp.where(counted[:, None], sequence_first(x).reshape(-1, x.shape[-1]), 0)
     targets = sequence_first(batch["targets"]).reshape(-1)
     losses = token_losses(x, vary(table, axes), targets, vocab_size, axes)
-    return jnp.sum(jnp.where(counted, losses, 0) * weights), jnp.sum(weights)
+    return jnp.where(counted, losses, 0)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))

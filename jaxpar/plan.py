@@ -117,6 +117,32 @@ class Plan:
 
         return function
 
+    def outputs(self, function: Callable, dims: Sequence[str] = ("batch", "seq")) -> Callable:
+        """(model, batch) -> function(model, x, batch) of every token, as one global array.
+
+        `function` gets the last block's output x and one device's part of a microbatch, and returns
+        an array whose dims are called `dims`, "batch" and "seq" first: `model.token_losses`, or
+        `model.logits` with dims ("batch", "seq", "vocab"). However the layout orders tokens, the
+        result is in the rows' own order, without padding. No dropout.
+        """
+        dims = tuple(dims)
+        if dims[:2] != ("batch", "seq"):
+            raise ValueError(
+                f"dims={dims} must begin with 'batch', 'seq': one result for each token"
+            )
+
+        def run(model, batch):
+            check_batch(self.layout, batch)
+            parts = take_apart(model, self.layout)
+            found = self._region(methods(model, function), parts).outputs(
+                jax.tree.leaves(model), dict(batch), dims
+            )
+            sizes = {d: n for s in parts.splits for d, n in zip(s.dims, s.shape, strict=True)}
+            cut = [slice(sizes.get(d)) if d == "vocab" else slice(None) for d in dims]
+            return found[tuple(cut)]
+
+        return run
+
     def train_step(
         self,
         tx: optax.GradientTransformation,

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxpar import _jax_compat, dims
+from jaxpar import _jax_compat
+from jaxpar import dims as dim_rules
 from jaxpar.batch import own_tokens
 from jaxpar.functions import Functions, checked_loss
 from jaxpar.layout import AXES, BATCH_AXES, Layout
@@ -67,6 +68,17 @@ class Region:
         """(sum, count) of the loss over the global batch; no dropout, nothing kept."""
         return self._run(self._loss_sum, (PartitionSpec(), PartitionSpec()), leaves, batch, None)
 
+    def outputs(self, leaves: list, batch: dict, dims: tuple[str, ...]):
+        """What `functions.loss` gives for each token, as one global array of the named dims, in
+        the rows' own order."""
+        # in contiguous order every device's tokens are where they belong
+        region = dataclasses.replace(
+            self, layout=dataclasses.replace(self.layout, context_order="contiguous")
+        )
+        axes = [self.layout.present(dim_axes) for dim_axes in map(dim_rules.axes_of, dims)]
+        spec = PartitionSpec(*(a or None for a in axes))
+        return region._run(region._outputs, spec, leaves, batch, None)
+
     def _run(self, function, out_specs, leaves, batch, key):
         specs = [s.spec for s in self.parts.splits]
         batch_specs = {name: batch_spec(self.layout) for name in batch}
@@ -108,6 +120,17 @@ class Region:
         run = evaluation.evaluate if self.layout.pipe > 1 else one_stage.evaluate
         sums = run(self._program(None, train=False), outer, layers, microbatches)
         return tuple(total(s) for s in sums)
+
+    def _outputs(self, stored: list, batch: dict, key):
+        outer, layers = self._once(stored)
+        microbatches = self._microbatches(own_tokens(batch, self._context))
+        run = evaluation.collect if self.layout.pipe > 1 else one_stage.collect
+        program = dataclasses.replace(
+            self._program(None, train=False),
+            loss=lambda outer, x, batch: self.functions.loss(self.parts.model(outer), x, batch),
+        )
+        found = run(program, outer, layers, microbatches)
+        return found.reshape(-1, *found.shape[2:])
 
     def _sum_and_count(self, outer, x, batch):
         return checked_loss(self.functions.loss(self.parts.model(outer), x, batch))
@@ -206,7 +229,7 @@ class Region:
     def _settings(self) -> Settings:
         return Settings(
             sequence_parallel=self.layout.sequence_parallel and self.layout.tensor > 1,
-            vocab_axes=self.layout.present(dims.RULES["vocab"]),
+            vocab_axes=self.layout.present(dim_rules.RULES["vocab"]),
             attention_kernel=self.attention_kernel,
             context=self._context,
         )
@@ -215,11 +238,8 @@ class Region:
     def _context(self) -> Context:
         """How attention runs over the context axis."""
         c = self.layout
-        if c.context == 1:
-            return Context()
-        return make_context(
-            c.context, c.attention, c.ulysses or None, c.context_order, one_at_a_time=self._on_cpu
-        )
+        settings = (c.context, c.attention, c.ulysses, c.context_order)
+        return make_context(*settings, one_at_a_time=self._on_cpu) if c.context > 1 else Context()
 
     def _microbatches(self, batch: dict) -> dict:
         """batch[b, t] -> [m, b / m, t], with each row's number in the global batch."""

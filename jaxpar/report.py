@@ -29,7 +29,8 @@ def plan_text(plan) -> str:
     lines += ["", _totals(parameters, others), ""]
     lines += [*_pipeline(plan), ""] if plan.layout.pipe > 1 else []
     lines += _sent(model, plan.layout)
-    lines += [f"warning: {w}" for w in warnings(plan.layout)]
+    window = getattr(getattr(model, "config", None), "sliding_window", None)
+    lines += [f"warning: {w}" for w in warnings(plan.layout, window)]
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -58,8 +59,10 @@ def split_words(split: Split) -> str:
     return ", ".join(parts) or "whole"
 
 
-def warnings(layout: Layout) -> list[str]:
+def warnings(layout: Layout, window: int | None = None) -> list[str]:
     """What is legal and probably not meant, or slower than it need be.
+
+    `window`: the model's sliding window, in tokens.
 
     >>> warnings(Layout(tensor=4, zero=3))
     ['zero=3 has no effect: data, expert and context all have one device']
@@ -84,6 +87,29 @@ def warnings(layout: Layout) -> list[str]:
         found.append(
             f"tensor={layout.tensor} without sequence_parallel keeps activations between "
             f"blocks {layout.tensor} times, for the same bytes sent"
+        )
+    return found + _of_context(layout, window)
+
+
+def _of_context(layout: Layout, window: int | None) -> list[str]:
+    if layout.context == 1:
+        default = Layout()
+        names = ("attention", "context_order", "ulysses")
+        changed = [n for n in names if getattr(layout, n) != getattr(default, n)]
+        return [
+            f"{n}={getattr(layout, n)!r} has no effect: context has one device" for n in changed
+        ]
+    found = []
+    if layout.context_order == "contiguous" and layout.attention in ("ring", "allgather"):
+        c = layout.context
+        found.append(
+            f"context_order='contiguous' gives the last of context={c} {2 * c - 1} times the "
+            "attention of the first, and all wait for it; zigzag gives all the same"
+        )
+    if window is not None and layout.circulates:
+        found.append(
+            f"a window of {window} tokens sees few of the keys that attention={layout.attention!r} "
+            "sends around, so little work hides them; ulysses sends less where heads divide"
         )
     return found
 
@@ -194,7 +220,7 @@ def _sent(model, layout: Layout) -> list[str]:
     if not parameters and not activations:
         return ["nothing is sent: one device"]
     lines = ["what each device sends per step, parameters and gradients", *_sums(parameters)]
-    inner = [t for t in activations if {"pipe", "tensor"}.intersection(t.axes)]
+    inner = [t for t in activations if {"pipe", "tensor", "context"}.intersection(t.axes)]
     if inner:
         words = "microbatches of" if layout.pipe > 1 else "every"
         lines += [f"and for {words} {TOKENS:,} tokens of its rows, activations", *_sums(inner)]

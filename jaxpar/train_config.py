@@ -12,7 +12,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, get_args, get_type_hints
 
-from jaxpar.layout import Layout, load_layout, nearest, override
+from jaxpar.layout import Layout, nearest
+from jaxpar.layout_files import load_layout, override
 
 DEFAULT_LAYOUT = "cpu8_pipe2_data2_tensor2"
 """The layout of a run on emulated devices that names none."""

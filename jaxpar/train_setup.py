@@ -17,7 +17,8 @@ from flax import nnx
 
 from jaxpar import _jax_compat, data
 from jaxpar.batch import check_batch
-from jaxpar.layout import Layout, load_layout
+from jaxpar.layout import Layout
+from jaxpar.layout_files import load_layout
 from jaxpar.mesh import emulate_devices
 from jaxpar.metrics import need
 from jaxpar.plan import Plan, make_plan

@@ -89,6 +89,11 @@ class Llama(nnx.Module):
             "btd,vd->btv", x, self.head_table(), preferred_element_type=jax.numpy.float32
         )
 
+    def token_losses(self, x: Float[Array, "B S D"], batch: dict) -> Float[Array, "B T"]:
+        """fp32 loss of each token of this device, 0 where its weight is 0."""
+        x, size = self.norm(x), self.config.vocab_size
+        return losses.token_cross_entropy(x, self.head_table(), batch, size)
+
     def loss(self, x: Float[Array, "B S D"], batch: dict):
         """(weighted sum of next-token losses, sum of weights) of this device's rows."""
         return losses.cross_entropy(self.norm(x), self.head_table(), batch, self.config.vocab_size)

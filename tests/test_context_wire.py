@@ -8,7 +8,7 @@ import jaxpar as jp
 from compiled import compiled, model_shapes, payload
 from jaxpar import costs, costs_pipeline
 from jaxpar.cluster import hlo
-from jaxpar.costs_context import over_context
+from jaxpar.costs_blocks import over_context
 from jaxpar.costs_pipeline import Passes
 from jaxpar.models import llama
 

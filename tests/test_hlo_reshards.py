@@ -54,6 +54,15 @@ def test_a_change_of_sharding_in_several_moves_is_told(mesh):
     assert any(text.endswith("it moves again what all-to-all has just moved") for text in found)
 
 
+@pytest.mark.parametrize("name", ["(jvp()/all_gather:all_gather)", "all_gather:psum"])
+def test_collectives_that_xla_combined_under_a_joined_name_are_the_programs_own(name):
+    metadata = f'metadata={{op_name="jit(step)/while/body/{name}"}}'
+    gather = f"  ROOT %y = f32[256,8] all-gather(%x), dimensions={{0}}, {OVER}, "
+    assert not told_of(gather + metadata)
+    (text,) = told_of(gather + metadata.replace("all_gather:", "dot_general:"))
+    assert text.startswith("the partitioner put in all-gather")
+
+
 def test_a_single_move_of_the_partitioner_is_told_and_one_that_is_written_is_not(mesh):
     (text,) = resharded(mesh, P("tensor", None), P(None, None))
     assert text.startswith("the partitioner put in all-gather over tensor of 32,768 bytes")

@@ -2,8 +2,9 @@
 
 import pytest
 
-from jaxpar.layout import AXES, CHOICES, Layout, layout_names, load_layout, override
 from jaxpar.batch import check_batch, check_rows
+from jaxpar.layout import AXES, CHOICES, Layout
+from jaxpar.layout_files import layout_names, load_layout, override
 from jaxpar.plan import check_supported
 
 

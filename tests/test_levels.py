@@ -11,10 +11,10 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 LEVELS = [
-    "layout chips pipeline.schedules pipeline.slots",
+    "layout layout_files chips pipeline.schedules pipeline.slots",
     "_jax_compat mesh dims zero",
-    "nn loss pipeline parts splits placement functions batch region costs costs_pipeline costs_reads "
-    "costs_memory costs_context",
+    "nn loss pipeline parts splits placement functions batch region costs "
+    "costs_blocks costs_pipeline costs_reads costs_memory",
     "plan report checks own pipeline.__init__",
     "checkpoint data metrics interop families",
     "cluster testing planner launch",

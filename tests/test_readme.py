@@ -13,9 +13,9 @@ from flax import nnx
 
 import jaxpar as jp
 from jaxpar import cli, data
+from jaxpar.batch import check_batch
 from jaxpar.cli.train import parse
 from jaxpar.models import llama
-from jaxpar.batch import check_batch
 from jaxpar.train_config import DEFAULT_LAYOUT
 
 ROOT = Path(__file__).parent.parent

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Literal
 from jaxpar import chips
 from jaxpar.cli import quiet
 from jaxpar.cli.flags import parse_flags
-from jaxpar.layout import BATCH_AXES, Layout, load_layout, override
+from jaxpar.layout import BATCH_AXES, Layout
+from jaxpar.layout_files import load_layout, override
 
 if TYPE_CHECKING:
     from jaxpar.cluster.target import Target

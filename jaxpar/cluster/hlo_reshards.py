@@ -32,7 +32,8 @@ _REARRANGED = (
 def by_partitioner(instruction: Instruction, item: Collective) -> bool:
     """Whether a collective that moves values was put in by the partitioner.
 
-    Several collectives that XLA combined have no name, and are not taken for the partitioner's.
+    Several collectives that XLA combined have no name, or one joined of theirs, such as
+    `(jvp()/all_gather:all_gather)`; those without are not taken for the partitioner's.
     """
     if item.op not in MOVES:
         return False
@@ -40,7 +41,8 @@ def by_partitioner(instruction: Instruction, item: Collective) -> bool:
         return True
     if not item.op_name and len(instruction.operands) > 1:
         return False
-    return not _PRIMITIVES.match(item.op_name.rsplit("/", 1)[-1])
+    names = [name for name in re.split("[:()]", item.op_name.rsplit("/", 1)[-1]) if name]
+    return not (names and all(_PRIMITIVES.match(name) for name in names))
 
 
 def kept_part(flow: Flow, inside: Computation, collective: Instruction) -> int | None:

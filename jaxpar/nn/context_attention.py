@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jaxpar import _jax_compat
-from jaxpar.layout import nearest
+from jaxpar.layout import nearest, ring_and_ulysses
 from jaxpar.nn.blockwise_attention import check_heads
 from jaxpar.nn.order import ORDERS, VARIANTS, Context, inverse, places
 from jaxpar.nn.parallel import axis_index, axis_size, vary
@@ -84,24 +84,13 @@ def make_context(
     size: int, variant: str, ulysses: int | None, order: str, axis: str = "context", **more
 ) -> Context:
     """How `size` devices run a variant. Raises ValueError for a `ulysses` that does not divide."""
-    if variant == "ring+ulysses" and size > 1:
-        if ulysses is None or ulysses < 2 or size % ulysses or ulysses == size:
-            fits = [u for u in range(2, size) if size % u == 0]
-            names = f"use {' or '.join(map(str, fits))}" if fits else "use ring or ulysses alone"
-            raise ValueError(
-                f"attention='ring+ulysses' splits {axis}={size} into ring x ulysses, both above "
-                f"1, and ulysses={ulysses}; {names}"
-            )
-        ring = size // ulysses
-    elif ulysses not in (None, 1, size if variant == "ulysses" else 1):
+    if variant == "ring+ulysses" and size > 1 and not ulysses:
         raise ValueError(
-            f"ulysses={ulysses} needs attention='ring+ulysses', and attention={variant!r}; use "
-            "that or leave ulysses out"
+            f"attention='ring+ulysses' needs ulysses, how many of {axis}={size} exchange heads"
         )
-    else:
-        ring = 1 if variant == "ulysses" else size
+    ring, ulysses = ring_and_ulysses(size, variant, ulysses or 0, axis)
     gathers = variant == "allgather"
-    return Context(ring, size // ring, gathers, order, axis, **more)
+    return Context(ring, ulysses, gathers, order, axis, **more)
 
 
 def attend(

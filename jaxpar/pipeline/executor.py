@@ -120,18 +120,6 @@ class Tick:
             carry["x"] = buffers.write(carry["x"], slot, value)
         return carry, None
 
-    def run_forward_only(self, segment, carry: dict, now: dict):
-        carry, me, at = dict(carry), lax.axis_index(AXIS), now["alike"]
-        mine = {name: a[me] for name, a in now["stage"].items()}
-        y = self._run_forward(mine, self._embed(segment.embed, at["embed"], carry), me, carry)
-        if segment.head != "never":
-            add = lambda sums, y: [a + b for a, b in zip(sums, self._stored_loss(y, at["head"]))]  # noqa
-            carry["totals"] = update_when(at["head"] >= 0, add, carry["totals"], y)
-        for i, pairs in segment.sends:
-            arrived = self._permute(y, pairs, carry)
-            carry["x"] = buffers.write(carry["x"], mine[f"arrives_{i}"], arrived)
-        return carry, None
-
     @functools.cached_property
     def by_rows(self) -> bool:
         """Whether each stage takes a share of a microbatch's rows through the head."""

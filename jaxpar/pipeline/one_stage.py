@@ -51,14 +51,20 @@ def run(
 def evaluate(program: Program, outer: list, layers: list, microbatches: dict):
     """(sum, count) of the loss over all microbatches; nothing kept."""
 
+    sums, counts = collect(program, outer, layers, microbatches)
+    return sums.sum(), counts.sum()
+
+
+def collect(program: Program, outer: list, layers: list, microbatches: dict):
+    """What `program.loss` gives for each microbatch, stacked [M, ...]."""
+
     def one(_, rows):
         batch = program.prepare(rows)
         x = program.embed(program.fetch_outer(outer, rows), batch)
         x = stage.apply(program.stack, layers, x, batch, Span(layers[0].shape[0]))
         return None, program.loss(program.fetch_outer(outer, x), x, batch)
 
-    _, (sums, counts) = lax.scan(one, None, microbatches)
-    return sums.sum(), counts.sum()
+    return lax.scan(one, None, microbatches)[1]
 
 
 def _one(program: Program, outer, layers, layer_sums, rows, scale, finish):

@@ -1,4 +1,4 @@
-"""What attention sends over `context`, for `costs.activation_traffic`.
+"""What blocks send over `tensor` and `context`, for `costs.activation_traffic`.
 
 The one idea: every variant moves keys and values of one block, forward once and backward twice
 (keys and values again, and their gradients), or exchanges the sequence for heads and back.
@@ -12,14 +12,50 @@ from jaxpar.costs_pipeline import Passes
 from jaxpar.layout import BATCH_AXES, Layout
 from jaxpar.region import COMPUTE
 
+Row = tuple[str, str, tuple[str, ...], int, int, int]
+"""What, operation, axes, executions in a step, bytes of one, devices of a group."""
+
 AXES = ("context",)
 TOKEN = 4  # bytes of a number of the batch
 
 
+def over_tensor(layout: Layout, often: Passes, size: int) -> list[Row]:
+    """What blocks, embedding and head send over `tensor` in a step; `size`: bytes of an x[b, t, D]
+    of the whole sequence that a device group holds (arXiv 2205.05198, section 4.2.2)."""
+    m, forward, backward = layout.microbatches, often.forward, often.backward
+    again = backward * (layout.remat != "none")
+    sums_again = again * (2 if layout.remat == "stage" else 1)
+    gather, scatter, both = "all-gather", "reduce-scatter", "all-reduce"
+    if layout.sequence_parallel:
+        table = [
+            ("embedding forward", scatter, m),
+            ("embedding backward", gather, m),
+            ("blocks forward", gather, 2 * forward),
+            ("blocks forward", scatter, 2 * forward),
+            ("blocks backward", gather, 2 * backward),
+            ("blocks backward", scatter, 2 * backward),
+            ("blocks recomputed", gather, 2 * again),
+            ("blocks recomputed", scatter, sums_again),
+            ("head forward", gather, m),
+            ("head backward", scatter, m),
+        ]
+    else:
+        table = [
+            ("embedding forward", both, m),
+            ("blocks forward", both, 2 * forward),
+            ("blocks backward", both, 2 * backward),
+            ("head backward", both, m),
+            ("blocks recomputed", both, sums_again),
+        ]
+    return [
+        (what, op, ("tensor",), count, size, layout.tensor) for what, op, count in table if count
+    ]
+
+
 def over_context(
     config, layout: Layout, often: Passes, global_batch: int, seq_len: int
-) -> list[tuple[str, str, tuple[str, ...], int, int, int]]:
-    """(what, operation, axes, executions, bytes of one, devices of a group) in a step.
+) -> list[Row]:
+    """What attention sends in a step.
 
     s tokens of a row, b rows of a microbatch, g kv heads and a heads on a device of head_dim h,
     context c = ring r x ulysses u. A block sends, in the compute type:
@@ -27,7 +63,8 @@ def over_context(
     - ring: r-1 permutations of k and v, 2 b s/r g/u h, forward, and backward of both them and their
       gradients (arXiv 2310.01889);
     - allgather: k and v of all forward and backward, and a reduce-scatter of their gradients, each
-      2 b s g h (arXiv 2407.21783, section 3.3.2);
+      2 b s g h (arXiv 2407.21783, section 3.3.2); a block that is recomputed gathers them once for
+      both passes;
     - ulysses: all-to-alls of q, of k and v, and of the result, forward and backward; kv heads fewer
       than u travel as u (arXiv 2309.14509, section 3.2).
 
@@ -58,7 +95,8 @@ def over_context(
         ):  # fmt: skip
             found.append((what, "all-to-all", n * (forward + backward), size * bytes_))
     if layout.attention == "allgather":
-        found.append(("keys and values", "all-gather", forward + backward, c * size * kv))
+        gathers = often.forward + backward * (2 if layout.remat == "stage" else 1)
+        found.append(("keys and values", "all-gather", gathers, c * size * kv))
         found.append(("their gradients", "reduce-scatter", backward, c * size * kv))
     elif ring > 1:  # s/r tokens of g/u heads are as many numbers as s/c of g
         hops = (ring - 1) * (forward + backward)
