@@ -115,9 +115,8 @@ def own_tokens(batch: dict, context: Context) -> dict:
     rows, length = batch["tokens"].shape[0], batch["tokens"].shape[1] * context.size
     gather = lambda a: lax.all_gather(a, context.axis, axis=1, tiled=True)  # noqa: E731
     segments = gather(batch["segment_ids"]) if "segment_ids" in batch else None
-    if context.order == "document":
-        documents = jnp.zeros((rows, length), jnp.int32) if segments is None else segments
-        order = document_places(documents, context)
+    if context.order == "document" and segments is not None:
+        order = document_places(segments, context)
     else:
         order = jnp.asarray(places(length, context).reshape(1, -1))
         order = jnp.broadcast_to(order, (rows, length))

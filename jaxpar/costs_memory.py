@@ -73,7 +73,7 @@ def step_memory(plan, model, global_batch: int, seq_len: int) -> StepMemory:
         _buffers(sizes, layout),
         _block(layers, sizes, layout),
     )
-    batch = 3 * FP32 * global_batch * seq_len // layout.size(BATCH_AXES)
+    batch = 3 * FP32 * global_batch * seq_len // layout.size((*BATCH_AXES, "context"))
     return StepMemory(sum(state_bytes(plan).values()), batch, *backward)
 
 
@@ -96,7 +96,7 @@ class _Sizes:
     def of(cls, model, layout: Layout, global_batch: int, seq_len: int) -> "_Sizes":
         c, t = model.config, layout.tensor
         rows = global_batch // layout.size(BATCH_AXES) // layout.microbatches
-        tokens = rows * seq_len
+        tokens = rows * seq_len // layout.context
         item = jnp.dtype(COMPUTE[layout.precision]).itemsize
         whole = tokens * c.embed_dim * item
         return cls(

@@ -46,6 +46,7 @@ class Plan:
     placement: Placement
     _init: Callable = dataclasses.field(repr=False)
     attention_kernel: str = "xla"
+    _asked_kernel: str | None = dataclasses.field(default=None, repr=False)
 
     def init(self, key: jax.Array):
         """Makes the state, each device its own pieces; equal numbers under every layout."""
@@ -237,7 +238,9 @@ def make_plan(
     tree = jax.tree.structure(state)
     shardings = tree.unflatten([NamedSharding(mesh, s.spec) for s in splits])
     pipeline_table(layout)
-    return Plan(layout, mesh, state, shardings, tuple(splits), placement, init, kernel)
+    return Plan(
+        layout, mesh, state, shardings, tuple(splits), placement, init, kernel, attention_kernel
+    )
 
 
 def _checked(init: Callable) -> Callable:

@@ -60,7 +60,7 @@ def of_plan(
     """
     mesh = target.mesh(plan.layout, across_hosts)
     why = "" if target.is_cpu else stand_in.reason(plan.layout, find_model(plan.state))
-    kernel = "blockwise" if why or plan.attention_kernel == "blockwise" else None
+    kernel = "blockwise" if why or plan._asked_kernel == "blockwise" else None
     plan = make_plan(plan.layout, plan._init, mesh=mesh, attention_kernel=kernel)
     batch = _batch(plan, batch)
     shapes = jax.eval_shape(plan.placement.store, plan.state)

@@ -48,7 +48,7 @@ class Context:
 
 
 def places(length: int, context: Context) -> Int[np.ndarray, "C t"]:
-    """Place in the row of each token, by device, in an order that is the same for every row.
+    """Place in the row of each token, by device, where every row is one document.
 
     Raises ValueError for a length that does not divide.
 
@@ -63,10 +63,15 @@ def places(length: int, context: Context) -> Int[np.ndarray, "C t"]:
             f"{context.axis}={context.size} in {context.order} order needs; use {near}"
         )
     tokens = np.arange(length, dtype=np.int32)
-    if context.order != "contiguous":
-        pieces = tokens.reshape(2 * context.ring, -1)
-        tokens = np.concatenate([pieces[: context.ring], pieces[context.ring :][::-1]], axis=1)
+    if context.order != "contiguous":  # of a row that is one document
+        tokens = tokens[np.argsort(_member(tokens, length, context.ring), kind="stable")]
     return tokens.reshape(context.size, -1)
+
+
+def _member(token, length, ring: int):
+    """The member of the ring that holds a token of a document: the one of its piece of 2n."""
+    piece = token * (2 * ring) // length
+    return (np if isinstance(token, np.ndarray) else jnp).minimum(piece, 2 * ring - 1 - piece)
 
 
 def document_places(segments: Int[Array, "b T"], context: Context) -> Int[Array, "b T"]:
@@ -86,9 +91,8 @@ def document_places(segments: Int[Array, "b T"], context: Context) -> Int[Array,
     first = jax.lax.cummax(jnp.where(starts, tokens, 0), axis=1)
     ends = jnp.concatenate([starts[:, 1:], jnp.ones_like(starts[:, :1])], axis=1)
     last = jax.lax.cummin(jnp.where(ends, tokens, length), axis=1, reverse=True)
-    piece = (tokens - first) * (2 * context.ring) // (last - first + 1)
-    device = jnp.minimum(piece, 2 * context.ring - 1 - piece)
-    return jnp.argsort(device, axis=1, stable=True).astype(jnp.int32)
+    member = _member(tokens - first, last - first + 1, context.ring)
+    return jnp.argsort(member, axis=1, stable=True).astype(jnp.int32)
 
 
 def inverse(order: Int[np.ndarray, "T"]) -> Int[np.ndarray, "T"]:

@@ -57,8 +57,9 @@ def vary(x: jax.Array, axes) -> jax.Array:
 
 
 def vary_like(x: jax.Array, other: jax.Array) -> jax.Array:
-    """Types `x` as different on the axes over which `other` is."""
-    return vary(x, sorted(_jax_compat.varying_axes(other)))
+    """Types `x` as different on the axes over which `other` is, those of one device as well."""
+    missing = _jax_compat.varying_axes(other) - _jax_compat.varying_axes(x)
+    return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
 
 
 def computed_again(function):

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.nn.blocks import Ring, add_block, add_block_back
+from jaxpar.nn.parallel import zero_after
 from jaxpar.nn.sight import Tokens
 
 
@@ -73,7 +74,7 @@ def _backward(ring: Ring, saved, gradient):
     if ring.context.gathers and ring.size > 1:
         dq, dkv = _backward_gathered(ring, kv, add, dq)
     else:
-        dq, dkv = _backward_around(ring, ring.after(kv, delta), add, dq)
+        dq, dkv = _backward_around(ring, _after(kv, delta), add, dq)
     dk, dv = dkv.astype(k.dtype)
     return dq.astype(q.dtype), dk, dv, None, None
 
@@ -107,7 +108,7 @@ def _backward_around(ring: Ring, kv, add, dq):
     dq, own = add(dq, kv, 0)
     if n == 1:
         return dq, own
-    kv, coming = coming, ring.hop(coming) if n > 2 else None
+    kv, coming = coming, ring.hop(_after(coming, own)) if n > 2 else None
     dq, sums = add(dq, kv, 1)
     sums = sums.astype(dtype)
 
@@ -124,3 +125,12 @@ def _backward_around(ring: Ring, kv, add, dq):
             carry, _ = lax.scan(step, carry, jnp.arange(2, n - 1))
         (dq, sums, _), _ = step(carry, n - 1, last=True)
     return dq, own + ring.hop(sums)
+
+
+def _after(x, other):
+    """x, which exists only once `other` does.
+
+    So keys and values go around behind the forward pass, whose first permutation XLA would else
+    take for this one, and one step at a time, each behind a block.
+    """
+    return x + zero_after(other).astype(x.dtype)
