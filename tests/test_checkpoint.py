@@ -20,6 +20,7 @@ OTHERS = {
     "one_device": jp.Layout(precision="fp32"),
     "pipe2_chunks2_data2": jp.Layout(pipe=2, chunks=2, microbatches=2, schedule="interleaved",
                                      data=2, zero=2, precision="fp32"),
+    "context4_data2_zero3": jp.Layout(context=4, data=2, zero=3, precision="fp32"),
 }  # fmt: skip
 
 

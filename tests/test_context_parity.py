@@ -117,10 +117,13 @@ def compare(name, layout, batch, key=None, **changes):
     return value
 
 
-@pytest.mark.parametrize("attention", ["ring", "allgather", "ulysses", "ring+ulysses"])
-def test_a_sliding_window_is_that_of_one_device(attention):
-    layout = jp.Layout(context=4, attention=attention, precision="fp32")
-    batch = ragged_batch(64, 8, packed=attention != "ring")
+@pytest.mark.parametrize("settings", [
+    dict(context=4), dict(context=4, attention="ulysses"), dict(context=4, **BOTH),
+    dict(context=2, data=2, tensor=2, attention="allgather"), dict(pipe=2, data=2, tensor=2),
+], ids=str)  # fmt: skip
+def test_a_sliding_window_is_that_of_one_device(settings):
+    layout = jp.Layout(**settings, precision="fp32")
+    batch = ragged_batch(64, 8, packed=settings != dict(context=4))
     value = compare("llama", layout, batch, sliding_window=7)
     without = jax.jit(reference_loss)(initial_state("llama")[0], batch)
     assert abs(value - without) > 1e-4
