@@ -7,18 +7,26 @@ backward pass gives exactly this block's part of the gradients (arXiv 2205.14135
 import jax
 import jax.numpy as jnp
 
+NOTHING_SEEN = 1e30
+"""Log-sum-exp of a query that sees nothing, in the backward pass: every weight becomes 0."""
+
 
 def forward(q, k, v, mask, is_causal: bool, implementation: str):
     """(out [B, T, N, H], log-sum-exp fp32 [B, N, T]) of q against these keys.
 
-    `mask` bool [B, 1, T, S] or None. A query that sees nothing has a log-sum-exp so low that its
-    out weighs nothing beside that of another block.
+    `mask` bool [B, 1, T, S] or None. A query that sees nothing has 0 and -inf.
     """
     out, lse = jax.nn.dot_product_attention(
         q, k, v, mask=mask, is_causal=is_causal, implementation=implementation,
         return_residual=True,
     )  # fmt: skip
-    return out, lse.astype(jnp.float32).swapaxes(1, 2)
+    lse = lse.astype(jnp.float32).swapaxes(1, 2)
+    if mask is None:
+        return out, lse
+    sees = mask.any(
+        axis=-1
+    )  # kernels hide with a large negative number, and share out what is left
+    return jnp.where(sees.swapaxes(1, 2)[..., None], out, 0), jnp.where(sees, lse, -jnp.inf)
 
 
 def backward(q, k, v, out, lse, delta, gradient, mask, is_causal: bool, implementation: str):
@@ -26,6 +34,7 @@ def backward(q, k, v, out, lse, delta, gradient, mask, is_causal: bool, implemen
 
     `implementation` "cudnn" runs cuDNN's backward kernel on them; "xla" stores this block's scores.
     """
+    lse = jnp.where(lse == -jnp.inf, NOTHING_SEEN, lse)
     if implementation == "xla":
         return _plain(q, k, v, lse, delta, gradient, mask, is_causal)
 
@@ -61,7 +70,7 @@ def _plain(q, k, v, lse, delta, gradient, mask, is_causal: bool):
         scores = jnp.where(jnp.tri(t, k.shape[1], dtype=bool), scores, -jnp.inf)
     if mask is not None:
         scores = jnp.where(mask[:, :, None], scores, -jnp.inf)
-    weights = jnp.exp(scores - jnp.where(lse == -jnp.inf, jnp.inf, lse))
+    weights = jnp.exp(scores - lse)
     d_scores = weights * (product("btkgh,bskh->bkgts", d_out, v) - delta) * h**-0.5
     weights, d_scores = weights.astype(q.dtype), d_scores.astype(q.dtype)
     dq = product("bkgts,bskh->btkgh", d_scores, k).reshape(q.shape)
