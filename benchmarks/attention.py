@@ -1,15 +1,13 @@
 """Attention of a split sequence, variant by variant, side by side with one device in one run.
 
     python benchmarks/attention.py                             # 8 emulated CPU devices
-    python benchmarks/attention.py --documents 6 --window 512 --context 4
     python benchmarks/attention.py --gpu h100                  # compiled for 8 H100, no GPU needed
 
 A step is `jaxpar.attention` forward and backward. Every variant gets the same global arrays, put in
-its order beforehand, as a train step has its tokens. On emulated devices all programs run in turn,
-one device's too, so that a busy machine slows all alike; ratios are those of medians. Emulated
-devices share the cores, all of which one device uses as well: 1.0 means the same work, and who
-waits for whom does not show; "busiest" counts that. With --gpu nothing runs: memory, bytes and what
-hides the transfers are read from the programs that XLA compiles for the GPUs.
+its order beforehand, as a train step has its tokens. All programs run in turn, one device's too, so
+that a busy machine slows all alike; ratios are those of medians. Emulated devices share the cores,
+all of which one device uses as well: 1.0 means the same work. Who waits for whom does not show;
+"busiest" counts that. With --gpu nothing runs: XLA compiles for the GPUs, and its program is read.
 """
 
 import dataclasses
@@ -93,21 +91,19 @@ class Way:
         """Place in its row of each token, the first device's first, int32 [rows, T]."""
         if self.context.order == "document":
             return np.asarray(document_places(jnp.asarray(work.segments()), self.context))
-        found = places(work.seq_len, self.context).reshape(1, -1)
-        return np.repeat(found, work.rows, axis=0)
+        return np.tile(places(work.seq_len, self.context).reshape(-1), (work.rows, 1))
 
     def step(self, work: Work, kernel: str, mesh=None):
         """(q, k, v, gradient, and where there are documents their numbers and the tokens' places)
         -> output and gradients of q, k, v; jitted."""
-        settings = dict(variant=self.variant or "ring", window=work.window, kernel=kernel)
-        if self.variant == "ring+ulysses":
-            settings["ulysses"] = self.context.ulysses
+        many = self.context.ulysses if self.variant == "ring+ulysses" else None
+        settings = dict(variant=self.variant or "ring", ulysses=many, window=work.window)
+        by_place = self.context.order == "document"
 
         def step(q, k, v, gradient, segments=None, places=None):
-            by = dict(order=self.context.order, segment_ids=segments)
-            if by["order"] == "document":
-                by = dict(positions=places, segment_ids=segments)
-            out, pullback = jax.vjp(lambda *a: jp.attention(*a, **settings, **by), q, k, v)
+            order = dict(positions=places) if by_place else dict(order=self.context.order)
+            given = dict(segment_ids=segments, kernel=kernel, **order, **settings)
+            out, pullback = jax.vjp(lambda *qkv: jp.attention(*qkv, **given), q, k, v)
             return out, *pullback(gradient)
 
         if mesh is None:
@@ -136,17 +132,19 @@ def ways(context: int, ulysses: int, work: Work) -> dict[str, Way]:
         many = ulysses if chosen[0] == "ring+ulysses" else None
         return Way(make_context(context, chosen[0], many, chosen[1]), chosen[0])
 
-    several = {n: v for n, v in VARIANTS.items() if v[1] != "document" or work.documents > 1}
-    return {ONE: Way(Context(order="contiguous")), **made_by(way, several)}
+    fits = {n: v for n, v in VARIANTS.items() if v[1] != "document" or work.documents > 1}
+    return {ONE: Way(Context(order="contiguous")), **made_by(way, fits)}
 
 
 def made_by(make, chosen: dict) -> dict:
-    """make(what) of each that it can be made of."""
+    """make(what) of each that it can be made of; without one device there is nothing to compare."""
     found = {}
     for name, what in chosen.items():
         try:
             found[name] = make(what)
         except ValueError as error:
+            if name == ONE:
+                raise
             print(f"{name} is left out: {error}")
     return found
 
@@ -180,12 +178,11 @@ def prepare(way: Way, work: Work, arrays: list) -> Job:
     return Job(way.step(work, "blockwise", mesh).lower(*args).compile(), args)
 
 
-def difference(way: Way, work: Work, job: Job, one: Job) -> float:
+def difference(order: np.ndarray, job: Job, one: Job) -> float:
     """Largest difference to one device's results, over the largest number of the array."""
-    back = np.argsort(way.order(work), axis=1)[..., None, None]
-    pairs = zip(job.result, one.result, strict=True)
+    back = np.argsort(order, axis=1)[..., None, None]
     apart = lambda a, b: np.abs(np.take_along_axis(np.asarray(a), back, axis=1) - b).max()  # noqa: E731
-    return max(apart(a, b) / np.abs(b).max() for a, b in pairs)
+    return max(apart(a, b) / np.abs(b).max() for a, b in zip(job.result, one.result, strict=True))
 
 
 def run_all(chosen: dict[str, Way], work: Work, steps: int) -> str:
@@ -193,8 +190,7 @@ def run_all(chosen: dict[str, Way], work: Work, steps: int) -> str:
     rng = np.random.default_rng(1)
     arrays = [rng.standard_normal(s.shape, np.float32) for s in work.shapes(np.float32)]
     if work.documents > 1:
-        row = np.arange(work.seq_len, dtype=np.int32)
-        arrays += [work.segments(), np.tile(row, (work.rows, 1))]
+        arrays += [work.segments(), np.indices(work.segments().shape, np.int32)[1]]
     jobs = made_by(lambda way: prepare(way, work, arrays), chosen)
     for _ in range(steps + 1):
         for job in jobs.values():
@@ -211,7 +207,7 @@ def run_all(chosen: dict[str, Way], work: Work, steps: int) -> str:
         rows.append((
             name, f"{seconds / alone:.2f}", f"{cpu / alone_cpu:.2f}", f"{1e3 * seconds:.0f}",
             f"{way.busiest(work):.2f}", f"{temporaries / MIB:.2f}", f"{sent / MIB:.2f}",
-            f"{difference(way, work, job, one):.0e}",
+            f"{difference(way.order(work), job, one):.0e}",
         ))  # fmt: skip
     title = ("variant", "x one device", "x its CPU s", "step ms", "busiest", "temp MiB",
              "sent MiB", "difference")  # fmt: skip
@@ -222,12 +218,11 @@ def run_all(chosen: dict[str, Way], work: Work, steps: int) -> str:
 
 
 def compile_way(way: Way, work: Work, gpu: str, kernel: str) -> jp.cluster.Report:
-    """The step in bf16, compiled for GPUs of one node."""
+    """The step in bf16 for GPUs of one node."""
     target, mesh, where = way.place(gpu)
-    shapes = work.shapes(jnp.bfloat16)
+    args = [shape.update(sharding=where) for shape in work.shapes(jnp.bfloat16)]
     if work.documents > 1:
-        shapes += 2 * [jax.ShapeDtypeStruct((work.rows, work.seq_len), jnp.int32)]
-    args = [jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where) for s in shapes]
+        args += 2 * [args[0].update(shape=args[0].shape[:2], dtype=jnp.int32)]
     return jp.cluster.compile(way.step(work, kernel, mesh), target, *args)
 
 
@@ -246,16 +241,15 @@ def compile_all(chosen: dict[str, Way], work: Work, gpu: str, kernel: str) -> st
             f"{size * memory.peak / one.peak:.2f}", f"{sent / MIB:.0f}",
             f"{sum(o.count for o in report.overlap)}", f"{exposed}", f"{done / 1e12:.2f}",
         ))  # fmt: skip
-    title = ("variant", "temp MiB", "peak MiB", "temp x", "peak x", "sent MiB", "sent in", "exposed",
-             "TFLOP")  # fmt: skip
+    title = ("variant", "temp MiB", "peak MiB", "temp x", "peak x", "sent MiB", "sent in",
+             "exposed", "TFLOP")  # fmt: skip
     return "\n".join(columns(title, rows, right=range(1, 9)))
 
 
-ON_CPU = """x one device: of medians of seconds; x its CPU s: of CPU seconds, of all threads.
-busiest: tiles of scores of the device that has most, round by round of the ring, over the mean.
-temp: temporaries per device. sent: bytes a device sends. difference: largest to one device's."""
-ON_GPU = """peak: arguments, outputs and temporaries, per device. x: as a multiple of an even share of
-one device's. sent: bytes a device sends, and in how many collectives; exposed: those with no
+ON_CPU = """busiest: tiles of scores of the device that has most, in each round of the ring, over
+the mean. temp, sent: per device. difference: the largest to one device's results, relative."""
+ON_GPU = """peak: arguments, outputs and temporaries, per device. x: as a multiple of an even share
+of one device's. sent: bytes a device sends, and in how many collectives; exposed: those with no
 operations between start and done. TFLOP: a device's; under a causal mask half, as cuDNN skips."""
 
 
@@ -285,6 +279,7 @@ def main(
         gpu: compile for such GPUs instead, which need not be there.
     """
     jp.emulate_devices(context)
+    jax.devices()  # JAX starts with so many; one device's target would ask for one
     usual = (32_768, 32, 8, 128) if gpu else (4096, 8, 4, 64)
     sizes = [n or d for n, d in zip((seq_len, heads, kv_heads, head_dim), usual, strict=True)]
     work = Work(*sizes, rows=rows, window=window, documents=documents)
@@ -292,12 +287,12 @@ def main(
     print(f"{work}\nforward and backward, JAX {jax.__version__}", end=", ")
     if gpu:
         kernel = "cudnn" if has_cudnn() else "blockwise"
-        print(f"bf16, {kernel}, compiled for {context} x {gpu} in one node", flush=True)
-        print(f"\n{compile_all(chosen, work, gpu, kernel)}\n\n{ON_GPU}")
+        print(f"bf16, {kernel}, compiled for {context} x {gpu} in one node\n", flush=True)
+        print(compile_all(chosen, work, gpu, kernel), ON_GPU, sep="\n\n")
     else:
-        print(f"fp32, blockwise, {context} devices emulated on {os.cpu_count()} cores, programs "
-              f"in turn, {steps} times after a warm-up", flush=True)  # fmt: skip
-        print(f"\n{run_all(chosen, work, steps)}\n\n{ON_CPU}")
+        emulated = f"{context} devices emulated on {os.cpu_count()} cores"
+        print(f"fp32, blockwise, {emulated}, {steps} steps each, in turn\n", flush=True)
+        print(run_all(chosen, work, steps), ON_CPU, sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -43,6 +43,9 @@ def layout_line(layout: Layout) -> str:
     axes = " ".join(f"{a}={n}" for a, n in layout.axis_sizes.items() if n > 1) or "no axis"
     rest = [f"{n}={getattr(layout, n)}" for n in ("zero", "microbatches", "remat", "precision")]
     rest += ["sequence_parallel"] if layout.tensor > 1 and layout.sequence_parallel else []
+    if layout.context > 1:
+        rest += [f"attention={layout.attention}", f"context_order={layout.context_order}"]
+        rest += [f"ulysses={layout.ulysses}"] if layout.ulysses > 1 else []
     devices = f"{layout.num_devices} device{'s' if layout.num_devices > 1 else ''}"
     return f"{devices}: {axes} | {' '.join(rest)}"
 

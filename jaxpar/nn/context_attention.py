@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jaxpar import _jax_compat
@@ -182,6 +182,7 @@ def _on_mesh(mesh, context, kernel, rule, q, k, v, segments, positions):
     order = np.asarray(places(length + missing, context)).reshape(-1)
     arrays = jax.tree.map(lambda a: a[:, order], (q, k, v, segments, positions))
     split = PartitionSpec(None, context.axis)
+    mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim)
 
     def run(q, k, v, segments, positions):
         return _in_place(context, kernel, rule, q, k, v, segments, positions, positions is None)
@@ -191,12 +192,13 @@ def _on_mesh(mesh, context, kernel, rule, q, k, v, segments, positions):
 
 
 def _check(q, k, v, segment_ids, positions) -> None:
-    check_heads(q.shape[2], k.shape[2])
-    if k.shape != v.shape or k.shape[:2] != q.shape[:2] or k.shape[3] != q.shape[3]:
+    fits = q.ndim == k.ndim == 4 and k.shape == v.shape
+    if not fits or k.shape[:2] != q.shape[:2] or k.shape[3] != q.shape[3]:
         raise ValueError(
             f"q {q.shape}, k {k.shape} and v {v.shape} do not fit: q is [B, T, N, H], k and v "
             "[B, T, K, H]"
         )
+    check_heads(q.shape[2], k.shape[2])
     for name, array in (("segment_ids", segment_ids), ("positions", positions)):
         if array is not None and array.shape != q.shape[:2]:
             raise ValueError(f"{name} has shape {array.shape}; it must be {q.shape[:2]}, [B, T]")
