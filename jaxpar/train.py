@@ -23,6 +23,10 @@ from jaxpar.metrics import MetricsLog, read_metrics, tensorboard_sink, wandb_sin
 from jaxpar.train_config import TrainConfig
 from jaxpar.train_setup import Setup, prepare
 
+PATIENCE = {"xla_cpu_collective_call_terminate_timeout_seconds": 1800}
+"""Emulated devices share a few cores, so one may wait long for another, and XLA ends a process in
+which one waits 40 seconds."""
+
 Progress = Callable[[dict], None]
 """Called with each record of metrics.jsonl, and {"note": ...} before something slow."""
 
@@ -99,8 +103,12 @@ def compile_step(setup: Setup, options: dict):
     )
     batch = next(_batches(setup, 0, 1))
     before = time.perf_counter()
-    compiled = step.lower(state, batch).compile(compiler_options=options)
+    compiled = step.lower(state, batch).compile(compiler_options={**options, **_patience(setup)})
     return compiled, time.perf_counter() - before
+
+
+def _patience(setup: Setup) -> dict:
+    return PATIENCE if setup.plan.mesh.devices.flat[0].platform == "cpu" else {}
 
 
 def _batches(setup: Setup, start: int, steps: int):
@@ -152,7 +160,7 @@ def _report(setup: Setup, record: dict | None, progress: Progress) -> None:
 def evaluation(setup: Setup) -> Callable[[Any], float | None]:
     """model -> mean loss over every held-out token, each counted once; compiled once."""
     c = setup.config
-    function = jax.jit(setup.plan.loss(setup.module.loss))
+    function = jax.jit(setup.plan.loss(setup.module.loss), compiler_options=_patience(setup))
 
     def evaluate(model) -> float | None:
         batches = (

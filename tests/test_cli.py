@@ -93,7 +93,7 @@ MISTAKES = {
         "train --seq-len 33",
         "seq_len 33 is not a multiple of tensor=2",
     ),
-    "sequence too long": ("train --seq-len 4096", "seq_len 4096 is above the 2048"),
+    "sequence too long": ("train --seq-len 40000", "seq_len 40000 is above the 32768"),
     "heads do not divide": (
         "train --model gpt2:124m --set tensor=8 --set data=1 --set pipe=1 --devices 8",
         "heads=12 does not split over tensor=8",

@@ -160,7 +160,7 @@ MISTAKES = {
     ),
     "no rows": (f"{TINY} --global-batch -4", "global_batch=-4 is too small; use 1 or more"),
     "a sequence that does not divide": (f"{TINY} --seq-len 33", "not a multiple of tensor=2"),
-    "a sequence too long": (f"{TINY} --seq-len 4096", "seq_len 4096 is above the 2048"),
+    "a sequence too long": (f"{TINY} --seq-len 40000", "seq_len 40000 is above the 32768"),
     "a tensor group on several nodes": (
         f"{TINY} --gpus-per-node 1",
         "tensor=2 puts one group of devices on several hosts",
