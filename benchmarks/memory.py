@@ -50,12 +50,15 @@ def compile_layout(config: CompileConfig, on_cpu: bool = False):
         return model, tx.init(model)
 
     kernel = "blockwise" if on_cpu else None  # XLA's own would store the scores
-    plan = jp.make_plan(layout, init, mesh=target.mesh(layout), attention_kernel=kernel)
+    mesh = target.mesh(layout, across_hosts=("context",))
+    plan = jp.make_plan(layout, init, mesh=mesh, attention_kernel=kernel)
     shape = (config.global_batch, config.seq_len)
     formula = step_memory(plan, stored_model(plan.state[0], layout), *shape)
     if on_cpu:
         target = Target(gpu="cpu", nodes=1, gpus_per_node=layout.num_devices)
-    report = jp.cluster.compile(plan, target, shape, tx=tx, clip_norm=settings.clip_norm)
+    report = jp.cluster.compile(
+        plan, target, shape, tx=tx, clip_norm=settings.clip_norm, across_hosts=("context",)
+    )
     return report, formula
 
 

@@ -113,6 +113,7 @@ def own_tokens(batch: dict, context: Context) -> dict:
     if context.size == 1:
         return batch
     rows, length = batch["tokens"].shape[0], batch["tokens"].shape[1] * context.size
+    # [b, t] -> [b, T]: all-gather over the axis, 4 bytes a token
     gather = lambda a: lax.all_gather(a, context.axis, axis=1, tiled=True)  # noqa: E731
     segments = gather(batch["segment_ids"]) if "segment_ids" in batch else None
     if context.order == "document" and segments is not None:

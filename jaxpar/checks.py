@@ -1,9 +1,13 @@
-"""What a state must be before a step may take it."""
+"""What a state and a model must be before a step may take them."""
 
+import dataclasses
 import warnings
 
 import jax
 import jax.numpy as jnp
+
+from jaxpar.layout import Layout
+from jaxpar.nn.context_attention import check_exchange, make_context
 
 
 def check_distinct(state) -> None:
@@ -37,6 +41,26 @@ def warn_of_low_precision(model) -> None:
                 stacklevel=3,
             )
             return
+
+
+def with_ulysses(layout: Layout, config) -> Layout:
+    """The layout with its number of devices that exchange heads, if it names none: as many as the
+    heads of `config` allow, without copies of kv heads where that can be.
+
+    Raises ValueError where a model's heads cannot be divided as the layout says.
+    """
+    if layout.context == 1 or config is None or layout.attention in ("ring", "allgather"):
+        return layout
+    heads = config.num_heads // layout.tensor
+    kv_heads = max(config.num_kv_heads // layout.tensor, 1)
+    if layout.attention == "ring+ulysses" and layout.ulysses == 0:
+        sizes = [u for u in range(2, layout.context) if layout.context % u == 0]
+        fits = [u for u in sizes if heads % u == 0 and (kv_heads % u == 0 or u % kv_heads == 0)]
+        best = max(fits or sizes, key=lambda u: (kv_heads % u == 0, u))
+        layout = dataclasses.replace(layout, ulysses=best)
+    made = make_context(layout.context, layout.attention, layout.ulysses, layout.context_order)
+    check_exchange(made, heads, kv_heads)
+    return layout
 
 
 def _path(keys) -> str:

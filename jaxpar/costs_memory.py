@@ -145,7 +145,8 @@ def _kept(layers: list[Split], sizes: _Sizes, layout: Layout) -> int:
         inputs = max(table.slots_stage) * sizes.between
         return inputs + held * (_residuals(sizes) + _other_order(sizes, layout))
     per_chunk = held // layout.chunks
-    return max(table.slots_kept) * per_chunk * sizes.between
+    spare = 1 if layout.computes_idle else 0  # takes what bubbles compute
+    return (max(table.slots_kept) + spare) * per_chunk * sizes.between
 
 
 def _residuals(sizes: _Sizes) -> int:

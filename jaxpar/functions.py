@@ -37,6 +37,27 @@ def _as_it_is(model, batch: dict) -> dict:
     return batch
 
 
+def checked_outputs(function: Callable, dims: tuple[str, ...]) -> Callable:
+    """`function`, whose result must be one array [b, t, ...] with as many dims as `dims` names.
+
+    Raises ValueError with what was found, when it is traced.
+    """
+
+    def run(model, x, batch):
+        result = function(model, x, batch)
+        shape, want = getattr(result, "shape", None), batch["tokens"].shape
+        if shape is None or len(shape) != len(dims) or shape[:2] != want:
+            found = f"shape {shape}" if shape is not None else type(result).__name__
+            raise ValueError(
+                f"the function must return one array of dims {', '.join(dims)}, on this device "
+                f"{want[0]} rows of {want[1]} tokens, and returned {found}; x between blocks may "
+                "hold a share of the tokens, jaxpar.nn.gather_sequence(x, batch) joins them"
+            )
+        return result
+
+    return run
+
+
 def checked_loss(result):
     """(sum, count) of a loss function's result, fp32; ValueError where it can not be added up."""
     if not (isinstance(result, tuple) and len(result) == 2):

@@ -60,8 +60,10 @@ def ring_and_ulysses(
                 f"{attention!r}; use that or leave ulysses out"
             )
         return (1, size) if attention == "ulysses" else (size, 1)
+    if size == 1:
+        return 1, 1
     fits = [u for u in range(2, size) if size % u == 0]
-    if size > 1 and (not fits or ulysses not in (0, *fits)):
+    if not fits or ulysses not in (0, *fits):
         use = f"ulysses={' or '.join(map(str, fits))}" if fits else "ring or ulysses"
         raise ValueError(
             f"attention='ring+ulysses' splits {axis}={size} into ring x ulysses, both above 1, "

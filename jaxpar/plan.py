@@ -17,12 +17,11 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpar.batch import check_batch
-from jaxpar.checks import check_distinct, warn_of_low_precision
-from jaxpar.functions import Functions, methods
+from jaxpar.checks import check_distinct, warn_of_low_precision, with_ulysses
+from jaxpar.functions import Functions, checked_outputs, methods
 from jaxpar.layout import Layout
 from jaxpar.mesh import make_mesh
 from jaxpar.nn.attention import choose_kernel
-from jaxpar.nn.context_attention import check_exchange
 from jaxpar.parts import Parts, num_layers, take_apart
 from jaxpar.placement import Placement, pipeline_table, place_layers
 from jaxpar.region import Region, batch_spec
@@ -135,7 +134,7 @@ class Plan:
         def run(model, batch):
             check_batch(self.layout, batch)
             parts = take_apart(model, self.layout)
-            found = self._region(methods(model, function), parts).outputs(
+            found = self._region(methods(model, checked_outputs(function, dims)), parts).outputs(
                 jax.tree.leaves(model), dict(batch), dims
             )
             sizes = {d: n for s in parts.splits for d, n in zip(s.dims, s.shape, strict=True)}
@@ -265,25 +264,6 @@ def check_supported(layout: Layout) -> None:
         raise ValueError("remat='stage' needs pipe > 1; use remat='block'")
     if layout.chunks > 1 and layout.pipe == 1:
         raise ValueError(f"chunks={layout.chunks} needs pipe > 1; use chunks=1")
-
-
-def with_ulysses(layout: Layout, config) -> Layout:
-    """The layout with its number of devices that exchange heads, if it names none: as many as the
-    heads of `config` allow, without copies of kv heads where that can be.
-
-    Raises ValueError where a model's heads cannot be divided as the layout says.
-    """
-    if layout.context == 1 or config is None or layout.attention in ("ring", "allgather"):
-        return layout
-    heads = config.num_heads // layout.tensor
-    kv_heads = max(config.num_kv_heads // layout.tensor, 1)
-    if layout.attention == "ring+ulysses" and layout.ulysses == 0:
-        sizes = [u for u in range(2, layout.context) if layout.context % u == 0]
-        fits = [u for u in sizes if heads % u == 0 and (kv_heads % u == 0 or u % kv_heads == 0)]
-        best = max(fits or sizes, key=lambda u: (kv_heads % u == 0, u))
-        layout = dataclasses.replace(layout, ulysses=best)
-    check_exchange(layout.ulysses or layout.context, heads, kv_heads)
-    return layout
 
 
 def find_model(state):

@@ -11,7 +11,7 @@ import jax
 from flax import nnx
 
 from jaxpar import costs
-from jaxpar.layout import AXES, BATCH_AXES, ZERO_AXES, Layout
+from jaxpar.layout import AXES, BATCH_AXES, ZERO_AXES, Layout, ring_and_ulysses
 from jaxpar.pipeline import draw
 from jaxpar.placement import pipeline_table
 from jaxpar.splits import Split
@@ -103,16 +103,21 @@ def _of_context(layout: Layout, window: int | None) -> list[str]:
             f"{n}={getattr(layout, n)!r} has no effect: context has one device" for n in changed
         ]
     found = []
-    if layout.context_order == "contiguous" and layout.attention in ("ring", "allgather"):
-        c = layout.context
+    c, _ = ring_and_ulysses(layout.context, layout.attention, layout.ulysses)
+    if layout.context_order == "contiguous" and c > 1 and window is None:
         found.append(
-            f"context_order='contiguous' gives the last of context={c} {2 * c - 1} times the "
+            f"context_order='contiguous' gives the last of {c} in the ring {2 * c - 1} times the "
             "attention of the first, and all wait for it; zigzag gives all the same"
         )
     if window is not None and layout.circulates:
         found.append(
             f"a window of {window} tokens sees few of the keys that attention={layout.attention!r} "
-            "sends around, so little work hides them; ulysses sends less where heads divide"
+            "sends around, so little work hides them"
+        )
+    if layout.circulates and layout.pipe > 1:
+        found.append(
+            f"pipe={layout.pipe} with attention={layout.attention!r}: stages without work compute "
+            "all the same, also in places without a layer, and drop it"
         )
     return found
 

@@ -244,9 +244,9 @@ def test_a_sequence_that_does_not_divide_is_refused_with_the_nearest(settings, s
 
 
 @pytest.mark.parametrize("settings, sentence", [
-    (dict(context=6, attention="ulysses"), "ulysses=6 devices exchange heads, and each has 8 heads "
-                                           "and 4 kv heads: .*use ulysses 1 or 2 or 4 or 8, or"),
-    (dict(context=6, attention="ring+ulysses", ulysses=3), "ulysses=3 devices exchange heads"),
+    (dict(context=6, attention="ulysses"), "6 devices of context=6 exchange heads, and each has 8 "
+                                           "heads and 4 kv heads: .*with ulysses=2, or 'ring'"),
+    (dict(context=6, attention="ring+ulysses", ulysses=3), "3 devices of context=6 exchange heads"),
 ], ids=str)  # fmt: skip
 def test_heads_that_cannot_be_exchanged_are_refused_when_planned(settings, sentence):
     with pytest.raises(ValueError, match=sentence):

@@ -214,7 +214,7 @@ def test_whole_parameters_that_are_gathered_against_the_layout_are_told():
 
 
 def test_what_the_readers_could_not_map_is_passed_on_once():
-    pairs = "replica_groups={{0,1},{2,3},{4,5},{6,7}}, to_apply=%sum"
+    pairs = "replica_groups={{0,1},{2,3},{4,6},{5,7}}, to_apply=%sum"
     lines = [f"  %r{i} = f32[32,8] all-reduce(%x), {pairs}" for i in range(3)]
     (text,) = told_of("\n".join(lines))
     assert text.startswith("all-reduce over ? of 1,024 bytes of f32, once a step (r0): groups {{0,")

@@ -2,7 +2,6 @@
 
 from jaxpar.nn.attention import Attention, dense_attention, document_mask, self_attention
 from jaxpar.nn.blockwise_attention import blockwise_attention
-from jaxpar.nn.context_attention import attention
 from jaxpar.nn.dropout import dropout
 from jaxpar.nn.embedding import Embedding
 from jaxpar.nn.linear import ColumnLinear, RowLinear
@@ -25,7 +24,6 @@ __all__ = [
     "RowLinear",
     "Settings",
     "SwiGLU",
-    "attention",
     "blockwise_attention",
     "decay_mask",
     "dense_attention",

@@ -88,6 +88,12 @@ def dense_attention(
     Uses `batch["mask"]` (see `document_mask`) where it is there, and the kernel that the settings
     say, one of ATTENTION_KERNELS. Padding (a negative segment) gives 0.
     """
+    size = settings(batch).context.size
+    if size > 1:
+        raise ValueError(
+            f"dense_attention sees this device's part of the row alone, and context={size} splits "
+            "it; use jaxpar.nn.self_attention(q, k, v, batch)"
+        )
     mask, kernel = batch.get("mask"), settings(batch).attention_kernel
     if kernel == "blockwise":
         return blockwise_attention(q, k, v, mask, is_causal=True, window=window)

@@ -20,8 +20,8 @@ from jaxpar.nn.sight import Rule, Tokens, seen
 class Ring:
     """What is known of the ring before anything runs.
 
-    `kernel`: blockwise, or one of `flash` (cudnn, xla). `in_order`: each device's tokens lie in
-    the order of their places.
+    `kernel`: blockwise, or one of `flash` (cudnn, xla). `in_order`: tokens lie in the context's
+    order, where a device's come in the order of their places unless it is by document.
     """
 
     context: Context
@@ -56,7 +56,7 @@ class _Pair:
     """Queries and keys of a block that may see each other: `size` from `row` and `column` on.
 
     `is_causal`: each query sees the keys up to its own number. `masked`: what is seen depends on
-    the tokens, and may be nothing.
+    the tokens, and may be nothing. `needed`: whether any is, None where always or the mask says.
     """
 
     row: int | jax.Array
@@ -64,6 +64,7 @@ class _Pair:
     size: int
     is_causal: bool
     masked: bool
+    needed: jax.Array | None = None
 
 
 def _pairs(ring: Ring, t: int, back, queries: Tokens) -> list[_Pair]:
@@ -73,14 +74,31 @@ def _pairs(ring: Ring, t: int, back, queries: Tokens) -> list[_Pair]:
     sees the earlier half of the keys, and one half each sees another, depending on who is first.
     """
     masked = queries.segments is not None or ring.rule.window is not None
+    ordered = ring.rule.is_causal and ring.in_order and ring.context.order != "document"
     if isinstance(back, int) and back == 0:
-        ordered = ring.in_order and ring.rule.is_causal
-        return [_Pair(0, 0, t, ordered, masked or not ordered and ring.rule.is_causal)]
-    if ring.context.order == "zigzag" and ring.in_order and ring.rule.is_causal:
+        return [_Pair(0, 0, t, ordered, masked or ring.rule.is_causal and not ordered)]
+    before = ring.member(back) < ring.member()
+    if ordered and ring.context.order == "zigzag":
         half = t // 2
-        other = jnp.where(ring.member(back) < ring.member(), 0, half)
+        other = jnp.where(before, 0, half)
         return [_Pair(half, 0, half, False, masked), _Pair(other, other, half, False, masked)]
+    if ordered and not masked:
+        return [_Pair(0, 0, t, False, False, before)]
     return [_Pair(0, 0, t, False, masked or ring.rule.is_causal)]
+
+
+def check_even(ring: Ring, t: int, queries: Tokens) -> None:
+    """Refuses blocks that cuDNN does not take, of a member that holds `t` tokens of a row."""
+    for pair in _pairs(ring, t, 0, queries) + (
+        _pairs(ring, t, 1, queries) if ring.size > 1 else []
+    ):
+        if ring.kernel == "cudnn" and pair.masked and pair.size % 2:
+            raise ValueError(
+                f"cuDNN takes documents and windows in blocks of an even number of tokens, and "
+                f"{ring.context.axis}={ring.context.size} gives blocks of {pair.size}; use a "
+                f"sequence that is a multiple of {2 * ring.context.multiple}, or the kernel "
+                "'blockwise'"
+            )
 
 
 def add_block(ring: Ring, q, queries: Tokens, keys: Tokens, sums, kv, back):
@@ -136,6 +154,8 @@ def add_block_back(ring: Ring, saved, queries: Tokens, keys: Tokens, dq, kv, bac
 
 def _where_seen(ring: Ring, pair: _Pair, rows: Tokens, columns: Tokens, block, sums):
     """block(sums), with a mask where one is needed, and left out where it hides everything."""
+    if pair.needed is not None:
+        return lax.cond(pair.needed, block, lambda sums: sums, sums)
     if not pair.masked:
         return block(sums)
     mask = seen(ring.rule, rows, columns)[:, None]

@@ -14,10 +14,11 @@ from jaxtyping import Array, Float, Int
 
 from jaxpar import _jax_compat
 from jaxpar.layout import nearest, ring_and_ulysses
+from jaxpar.nn.blocks import Ring, check_even
 from jaxpar.nn.blockwise_attention import check_heads
 from jaxpar.nn.order import ORDERS, VARIANTS, Context, inverse, places
-from jaxpar.nn.parallel import axis_index, axis_size, vary
-from jaxpar.nn.ring import Ring, circulate
+from jaxpar.nn.parallel import axis_exists, axis_index, axis_size, vary
+from jaxpar.nn.ring import circulate
 from jaxpar.nn.sight import Rule, Tokens
 
 KERNELS = ("blockwise", "cudnn", "xla")
@@ -36,21 +37,24 @@ def attention(
     ulysses: int | None = None,
     order: str | None = None,
     kernel: str | None = None,
-    axis: str = "context",
+    axis: str | None = None,
     mesh=None,
 ) -> Float[Array, "B T N H"]:
     """softmax(q . k / sqrt(H)) . v of whole rows, however the sequence is split.
 
     Three places to call it: with whole arrays (no axis `axis` there): one device's attention. In
-    a `shard_map` of your own that is manual over `axis`: the arrays are this device's part of the
-    sequence. With `mesh`, outside: global arrays, which it splits over `axis` by itself in `order`,
-    padding the sequence where it does not divide; the result is in the row's own order.
+    a `shard_map` of your own that is manual over `axis` (None: "context", where it is there): the
+    arrays are this device's part of the sequence. With `mesh`, outside: global arrays, which it
+    splits over `axis` by itself in `order`, padding the sequence where it does not divide; the
+    result is in the row's own order. There every device of the other axes computes all rows and
+    heads; to split those as well use a `shard_map`.
 
     N is a multiple of K: query head n reads key head n // (N / K). A query sees the keys of its
     document (`segment_ids`; negative: padding, which gives 0) that do not come later (`is_causal`)
     and are less than `window` places away. `positions` say what comes before what; places within
-    each document do where there are `segment_ids`. Without them tokens are in `order`: contiguous
-    (default; with `mesh` zigzag) or zigzag, see `jaxpar.nn.order`. `variant`: ring, ulysses,
+    each document do where there are `segment_ids`. Without positions tokens are in `order`:
+    contiguous (default; with `mesh` zigzag) or zigzag, see `jaxpar.nn.order`; only then does cuDNN
+    need no mask. `variant`: ring, ulysses,
     allgather, ring+ulysses, with `ulysses` devices that exchange heads. `kernel` computes the
     blocks: blockwise, cudnn (GPUs, bf16) or xla (stores the scores of a block); None: cudnn where
     it runs, else blockwise. Raises ValueError, before anything compiles, for heads that do not
@@ -67,17 +71,33 @@ def attention(
     ):  # fmt: skip
         if value not in known:
             raise ValueError(f"{name}={value!r} is not a choice; {nearest(value, known)}")
-    if kernel is None:
-        on_gpu = jax.default_backend() == "gpu" and q.dtype in (jnp.bfloat16, jnp.float16)
-        kernel = "cudnn" if on_gpu else "blockwise"
-    rule = Rule(is_causal, window)
+    if order is not None and positions is not None:
+        raise ValueError(
+            f"order={order!r} and positions both say where tokens are; give one of them"
+        )
+    on_cpu = (jax.default_backend() if mesh is None else mesh.devices.flat[0].platform) == "cpu"
+    half = q.dtype in (jnp.bfloat16, jnp.float16)
+    if kernel == "cudnn" and not half:
+        raise ValueError(
+            f"kernel='cudnn' takes bfloat16 or float16, found {q.dtype}; use blockwise"
+        )
+    kernel = kernel or ("cudnn" if half and not on_cpu else "blockwise")
+    rule, more = Rule(is_causal, window), dict(one_at_a_time=on_cpu)
     if mesh is not None:
+        axis = axis or "context"
         if axis not in mesh.shape:
             raise ValueError(f"the mesh has no axis {axis!r}; {nearest(axis, mesh.axis_names)}")
-        context = make_context(mesh.shape[axis], variant, ulysses, order or "zigzag", axis)
+        context = make_context(mesh.shape[axis], variant, ulysses, order or "zigzag", axis, **more)
         return _on_mesh(mesh, context, kernel, rule, q, k, v, segment_ids, positions)
-    context = make_context(axis_size(axis), variant, ulysses, order or "contiguous", axis)
-    return _in_place(context, kernel, rule, q, k, v, segment_ids, positions, order is not None)
+    if axis is not None and not axis_exists(axis):
+        raise ValueError(
+            f"there is no manual axis {axis!r} here; call attention inside a shard_map over it, or "
+            "leave axis out for arrays that hold whole rows"
+        )
+    axis = axis or "context"
+    order = order or "contiguous"
+    context = make_context(axis_size(axis), variant, ulysses, order, axis, **more)
+    return _in_place(context, kernel, rule, q, k, v, segment_ids, positions)
 
 
 def make_context(
@@ -106,12 +126,13 @@ def attend(
 ) -> Float[Array, "b t N H"]:
     """Attention inside the manual region; `queries` [b, t] are this device's tokens, `keys` [b, T]
     those of the whole row, the first device's first."""
-    check_exchange(context.ulysses, q.shape[2], k.shape[2])
+    check_exchange(context, q.shape[2], k.shape[2])
     axes = {context.axis} if context.size > 1 else set()
     for x in jax.tree.leaves((q, k, v, queries, keys)):
         axes |= _jax_compat.varying_axes(x)
     q, k, v = (vary(x, sorted(axes)) for x in (q, k, v))
     ring = Ring(context, kernel, rule, in_order)
+    check_even(ring, q.shape[1] * context.ulysses, queries)
     if context.ulysses == 1:
         return circulate(ring, q, k, v, queries, keys)
     # q[b, t, N, H] -> [b, t * u, N / u, H]: all-to-all of its bytes; k and v likewise, together
@@ -123,20 +144,19 @@ def attend(
     return _exchange(context, out, 1, 2)  # and back
 
 
-def check_exchange(u: int, heads: int, kv_heads: int) -> None:
-    """Refuses heads of one device that cannot be divided among `u` devices."""
+def check_exchange(context: Context, heads: int, kv_heads: int) -> None:
+    """Refuses heads of one device that cannot be divided among those that exchange them."""
     check_heads(heads, kv_heads)
-    if heads % u == 0 and (kv_heads % u == 0 or u % kv_heads == 0):
+    u, size = context.ulysses, context.size
+    fits = lambda n: heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)  # noqa: E731
+    if fits(u):
         return
-    fits = [
-        n
-        for n in range(1, heads + 1)
-        if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)
-    ]
+    both = [n for n in range(2, size) if size % n == 0 and fits(n)]
+    others = f"'ring+ulysses' with ulysses={' or '.join(map(str, both))}, or " if both else ""
     raise ValueError(
-        f"ulysses={u} devices exchange heads, and each has {heads} heads and {kv_heads} kv heads: "
-        f"{u} must divide the heads, and divide the kv heads or be a multiple of them; use "
-        f"ulysses {' or '.join(map(str, fits))}, or attention='ring'"
+        f"{u} devices of {context.axis}={size} exchange heads, and each has {heads} heads and "
+        f"{kv_heads} kv heads: {u} must divide the heads, and divide the kv heads or be a multiple "
+        f"of them; use {others}'ring' or 'allgather'"
     )
 
 
@@ -149,11 +169,11 @@ def _exchange(context: Context, x, split: int, concat: int):
     )  # fmt: skip
 
 
-def _in_place(context, kernel, rule, q, k, v, segments, positions, ordered: bool):
+def _in_place(context, kernel, rule, q, k, v, segments, positions):
     """Here and now: with `context.size` 1 alone, else with the other devices of the axis."""
     length = q.shape[1] * context.size
 
-    def gather(a):
+    def gather(a):  # int32 [b, t] -> [b, T]: all-gather over the axis, 4 bytes a token
         return a if context.size == 1 else lax.all_gather(a, context.axis, axis=1, tiled=True)
 
     if positions is None:
@@ -163,8 +183,7 @@ def _in_place(context, kernel, rule, q, k, v, segments, positions, ordered: bool
         mine, every = positions, gather(positions)
     segments_of_keys = None if segments is None else gather(segments)
     queries, keys = Tokens(mine, segments), Tokens(jnp.asarray(every), segments_of_keys)
-    in_order = positions is None or ordered
-    return attend(context, kernel, rule, q, k, v, queries, keys, in_order)
+    return attend(context, kernel, rule, q, k, v, queries, keys, positions is None)
 
 
 def _on_mesh(mesh, context, kernel, rule, q, k, v, segments, positions):
@@ -185,13 +204,15 @@ def _on_mesh(mesh, context, kernel, rule, q, k, v, segments, positions):
     mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim)
 
     def run(q, k, v, segments, positions):
-        return _in_place(context, kernel, rule, q, k, v, segments, positions, positions is None)
+        return _in_place(context, kernel, rule, q, k, v, segments, positions)
 
     out = jax.shard_map(run, mesh=mesh, in_specs=split, out_specs=split)(*arrays)
     return out[:, inverse(order)][:, :length]
 
 
 def _check(q, k, v, segment_ids, positions) -> None:
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q is {q.dtype}, k {k.dtype} and v {v.dtype}; they must be of one type")
     fits = q.ndim == k.ndim == 4 and k.shape == v.shape
     if not fits or k.shape[:2] != q.shape[:2] or k.shape[3] != q.shape[3]:
         raise ValueError(

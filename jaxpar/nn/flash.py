@@ -14,29 +14,37 @@ NOTHING_SEEN = 1e30
 def forward(q, k, v, mask, is_causal: bool, implementation: str):
     """(out [B, T, N, H], log-sum-exp fp32 [B, N, T]) of q against these keys.
 
-    `mask` bool [B, 1, T, S] or None. A query that sees nothing has 0 and -inf.
+    `mask` bool [B, 1, T, S] or None. A query that sees nothing has 0 and -inf. `implementation`
+    "cudnn" runs cuDNN's kernel; "xla" stores this block's scores.
     """
-    out, lse = jax.nn.dot_product_attention(
-        q, k, v, mask=mask, is_causal=is_causal, implementation=implementation,
-        return_residual=True,
-    )  # fmt: skip
-    lse = lse.astype(jnp.float32).swapaxes(1, 2)
+    if implementation == "xla":
+        return _plain(q, k, v, mask, is_causal)
+    out, lse, _ = _kernel(q, k, v, mask, is_causal, implementation)
     if mask is None:
         return out, lse
     sees = mask.any(
         axis=-1
-    )  # kernels hide with a large negative number, and share out what is left
+    )  # the kernel hides with a large negative number, and shares out the rest
     return jnp.where(sees.swapaxes(1, 2)[..., None], out, 0), jnp.where(sees, lse, -jnp.inf)
 
 
 def backward(q, k, v, out, lse, delta, gradient, mask, is_causal: bool, implementation: str):
     """(dq, dk, dv), where `out` and `lse` are those over all keys there are; see `tiles.backward`.
 
-    `implementation` "cudnn" runs cuDNN's backward kernel on them; "xla" stores this block's scores.
+    Runs the kernel's own backward pass on them.
     """
     lse = jnp.where(lse == -jnp.inf, NOTHING_SEEN, lse)
     if implementation == "xla":
-        return _plain(q, k, v, lse, delta, gradient, mask, is_causal)
+        return _plain_back(q, k, v, lse, delta, gradient, mask, is_causal)
+    return _kernel(q, k, v, mask, is_causal, implementation)[2](out, lse, gradient)
+
+
+def _kernel(q, k, v, mask, is_causal: bool, implementation: str):
+    """(out, log-sum-exp, backward pass of another out, log-sum-exp and gradient) of JAX's kernel.
+
+    Both numbers are found among what JAX keeps for the backward pass: the log-sum-exp that it
+    returns has been rounded to the type of q.
+    """
 
     def block(q, k, v):
         return jax.nn.dot_product_attention(
@@ -44,7 +52,7 @@ def backward(q, k, v, out, lse, delta, gradient, mask, is_causal: bool, implemen
             return_residual=True,
         )  # fmt: skip
 
-    (own, own_lse), pullback = jax.vjp(block, q, k, v)
+    (own, rounded), pullback = jax.vjp(block, q, k, v)
     leaves, tree = jax.tree.flatten(pullback)
     stats = (q.shape[0], q.shape[2], q.shape[1])
     is_stats = [leaf.shape == stats and leaf.dtype == jnp.float32 for leaf in leaves]
@@ -54,25 +62,46 @@ def backward(q, k, v, out, lse, delta, gradient, mask, is_causal: bool, implemen
             f"this JAX version keeps {sum(is_stats)} log-sum-exps and {sum(is_out)} outputs for "
             f"the backward pass of {implementation!r} attention, expected one of each"
         )
-    both = zip(leaves, is_stats, is_out, strict=True)
-    leaves = [lse if s else out if o else leaf for leaf, s, o in both]
-    return jax.tree.unflatten(tree, leaves)((gradient, jnp.zeros_like(own_lse)))
+
+    def back(out, lse, gradient):
+        both = zip(leaves, is_stats, is_out, strict=True)
+        others = [lse if s else out if o else leaf for leaf, s, o in both]
+        return jax.tree.unflatten(tree, others)((gradient, jnp.zeros_like(rounded)))
+
+    return own, leaves[is_stats.index(True)], back
 
 
-def _plain(q, k, v, lse, delta, gradient, mask, is_causal: bool):
+def _scores(q, k, mask, is_causal: bool):
+    """fp32 [B, K, G, T, S], -inf where a query may not see a key; query heads N = K x G."""
     b, t, n, h = q.shape
-    kv = k.shape[2]
-    query, d_out = (a.reshape(b, t, kv, n // kv, h) for a in (q, gradient))
-    lse, delta = (a.reshape(b, kv, n // kv, t, 1) for a in (lse, delta))
-    product = lambda *a: jnp.einsum(*a, preferred_element_type=jnp.float32)  # noqa: E731
-    scores = product("btkgh,bskh->bkgts", query, k) * h**-0.5
+    query = q.reshape(b, t, k.shape[2], n // k.shape[2], h)
+    scores = _product("btkgh,bskh->bkgts", query, k) * h**-0.5
     if is_causal:
         scores = jnp.where(jnp.tri(t, k.shape[1], dtype=bool), scores, -jnp.inf)
-    if mask is not None:
-        scores = jnp.where(mask[:, :, None], scores, -jnp.inf)
+    return scores if mask is None else jnp.where(mask[:, :, None], scores, -jnp.inf)
+
+
+def _plain(q, k, v, mask, is_causal: bool):
+    scores = _scores(q, k, mask, is_causal)
+    lse = jax.nn.logsumexp(scores, axis=-1)
+    weights = jnp.exp(scores - jnp.where(lse == -jnp.inf, NOTHING_SEEN, lse)[..., None])
+    out = _product("bkgts,bskh->btkgh", weights.astype(v.dtype), v)
+    return out.reshape(q.shape).astype(q.dtype), lse.reshape(q.shape[0], q.shape[2], -1)
+
+
+def _plain_back(q, k, v, lse, delta, gradient, mask, is_causal: bool):
+    scores = _scores(q, k, mask, is_causal)
+    lse, delta = (a.reshape(*scores.shape[:4], 1) for a in (lse, delta))
+    shape = (*q.shape[:2], *scores.shape[1:3], q.shape[3])
+    query, d_out = q.reshape(shape), gradient.reshape(shape)
     weights = jnp.exp(scores - lse)
-    d_scores = weights * (product("btkgh,bskh->bkgts", d_out, v) - delta) * h**-0.5
+    d_weights = _product("btkgh,bskh->bkgts", d_out, v)
+    d_scores = weights * (d_weights - delta) * q.shape[3] ** -0.5
     weights, d_scores = weights.astype(q.dtype), d_scores.astype(q.dtype)
-    dq = product("bkgts,bskh->btkgh", d_scores, k).reshape(q.shape)
-    dk = product("bkgts,btkgh->bskh", d_scores, query)
-    return dq, dk, product("bkgts,btkgh->bskh", weights, d_out)
+    dq = _product("bkgts,bskh->btkgh", d_scores, k).reshape(q.shape)
+    dk = _product("bkgts,btkgh->bskh", d_scores, query)
+    return dq, dk, _product("bkgts,btkgh->bskh", weights, d_out)
+
+
+def _product(dims, left, right):
+    return jnp.einsum(dims, left, right, preferred_element_type=jnp.float32)

@@ -36,12 +36,17 @@ def settings(batch: dict) -> Settings:
     return batch.get("settings", Settings())
 
 
+def axis_exists(axis: str) -> bool:
+    """Whether this is traced inside a `shard_map` over the axis."""
+    try:
+        return lax.axis_size(axis) > 0
+    except NameError:
+        return False
+
+
 def axis_size(axis: str) -> int:
     """Number of devices along a mesh axis; 1 where the axis does not exist."""
-    try:
-        return lax.axis_size(axis)
-    except NameError:
-        return 1
+    return lax.axis_size(axis) if axis_exists(axis) else 1
 
 
 def axis_index(axes: tuple[str, ...]) -> jax.Array | int:

@@ -84,6 +84,7 @@ circulate.defvjp(_forward, _backward)
 
 def _backward_gathered(ring: Ring, kv, add, dq):
     """kv is gathered once more; its gradients are summed by a reduce-scatter."""
+    # kv[2, b, t, K, H] of every member: all-gather, (n-1) x its bytes
     gathered = lax.all_gather(kv, ring.context.axis)
     dq, own = add(dq, kv, 0)
     start = lax.dynamic_update_index_in_dim(
@@ -98,6 +99,7 @@ def _backward_gathered(ring: Ring, kv, add, dq):
         return (dq, lax.dynamic_update_index_in_dim(dkv, part, member, axis=0)), None
 
     (dq, dkv), _ = lax.scan(step, (dq, start), jnp.arange(1, ring.size))
+    # of every member's part: reduce-scatter, (n-1) x kv's bytes
     return dq, lax.psum_scatter(dkv, ring.context.axis, scatter_dimension=0)
 
 

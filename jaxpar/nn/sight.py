@@ -45,9 +45,10 @@ class Rule:
     window: int | None = None
 
     def __post_init__(self):
-        if self.window is not None and self.window < 1:
+        if self.window is not None and (type(self.window) is not int or self.window < 1):
             raise ValueError(
-                f"window={self.window} hides every key; use 1 or more (1: itself alone), or None"
+                f"window={self.window} is no number of tokens from 1 up; use 1 (itself alone) or "
+                "more, or None"
             )
 
 

@@ -77,5 +77,6 @@ def _run_tick(tick: Tick, segment, take, carry: dict, now: dict):
 def _whole(tick: Tick, y, m):
     """`program.loss` of a microbatch's last activations, as a whole on every stage."""
     last = ticks.places(tick.program.table)[1][0]
+    # x[b, s, D] of the last stage to all: all-reduce over pipe of its bytes
     x = lax.psum(jnp.where(lax.axis_index(AXIS) == last, y, 0), AXIS)
     return tick.program.loss(tick.program.fetch_outer(tick.outer, (y,)), x, tick._batch(m))
