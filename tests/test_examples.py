@@ -12,6 +12,7 @@ EXAMPLES = sorted(Path(__file__).parent.parent.glob("examples/*.py"))
 LAST = {
     "01_own_loop": "step 4: loss ",
     "02_own_pytree": "whole on every device: 0.count",
+    "04_long_context": "attention on 8 devices agrees",
 }
 """How the last line that an example prints begins; others must print something."""
 
